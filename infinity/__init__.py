@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from infinity.errors import NotResidentError as NotResidentError
     from infinity.errors import RanksError as RanksError
     from infinity.errors import UnsupportedError as UnsupportedError
+    from infinity.huggingface.batch_tiles import tile_generation_ as tile_generation_
     from infinity.huggingface.kv_cache import KVCache as KVCache
     from infinity.optim.base import OffloadedOptimizer as OffloadedOptimizer
     from infinity.optim.elementwise import wrap_optimizer as wrap_optimizer
@@ -77,6 +78,7 @@ _MODULES = {
         "RanksError",
         "UnsupportedError",
     ),
+    "infinity.huggingface.batch_tiles": ("tile_generation_",),
     "infinity.huggingface.kv_cache": ("KVCache",),
     "infinity.optim.base": ("OffloadedOptimizer",),
     "infinity.optim.elementwise": ("wrap_optimizer",),

@@ -34,18 +34,7 @@ def tile_batch_(
     Raises:
         ValueError: fewer than one sample; no block found; a block inside another one.
     """
-    named = {name: module for name, module in model.named_modules() if _is_block(module, blocks)}
-    if not named:
-        raise ValueError(
-            f"{type(model).__name__} has no blocks of a known class: name their class, as in "
-            "tile_batch_(model, 2, blocks=Block), or slice them one by one with tile_batch"
-        )
-    for name in named:
-        outer = next(
-            (one for one in named if name.startswith(f"{one}." if one else "") and name != one), None
-        )
-        if outer is not None:
-            raise ValueError(f"{name} is a block inside the block {outer or '(the model)'}: name one class")
+    named = _blocks(model, blocks)
     around = {name: one for name, one in _around(model, named) if _is_cut(one)}
     for module in (*named.values(), *around.values()):
         if isinstance(module, TiledEmbedding):
@@ -59,6 +48,33 @@ def tile_batch_(
     if blocks is None and getattr(config, "use_cache", False):
         config.use_cache = False  # type: ignore[union-attr]
     return [name for name, module in model.named_modules() if runs_in_slices(module)]
+
+
+def blocks_and_norms(
+    model: nn.Module, blocks: type[nn.Module] | tuple[type[nn.Module], ...] | None
+) -> dict[str, nn.Module]:
+    """Return a model's blocks, and the norms outside them, by name. Arguments and errors: tile_batch_'s."""
+    named = _blocks(model, blocks)
+    norms = {name: one for name, one in _around(model, named) if type(one).__name__.endswith(_NORMS)}
+    return named | norms
+
+
+def _blocks(
+    model: nn.Module, blocks: type[nn.Module] | tuple[type[nn.Module], ...] | None
+) -> dict[str, nn.Module]:
+    named = {name: module for name, module in model.named_modules() if _is_block(module, blocks)}
+    if not named:
+        raise ValueError(
+            f"{type(model).__name__} has no blocks of a known class: name their class, as in "
+            "tile_batch_(model, 2, blocks=Block), or slice them one by one with tile_batch"
+        )
+    for name in named:
+        outer = next(
+            (one for one in named if name.startswith(f"{one}." if one else "") and name != one), None
+        )
+        if outer is not None:
+            raise ValueError(f"{name} is a block inside the block {outer or '(the model)'}: name one class")
+    return named
 
 
 def _is_block(module: nn.Module, blocks: type[nn.Module] | tuple[type[nn.Module], ...] | None) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,20 @@ class InSlices:
     def _run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], cut: Any, size: int, *, straight: bool = False
     ) -> Any:
-        before, parameters = _recorded(), list(self.module.parameters())
-        result = run_in_slices(self.forward, parameters, args, kwargs, cut=cut, size=size, straight=straight)
+        parameters = list(self.module.parameters())
+        with self.unrecorded():
+            return run_in_slices(
+                self.forward, parameters, args, kwargs, cut=cut, size=size, straight=straight
+            )
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """See that transformers records no output of the module within, once per slice.
+
+        Raises: ValueError naming what is recorded.
+        """
+        before = _recorded()
+        yield
         found = [key for key, number in _recorded().items() if number != before.get(key, 0)]
         if found:
             raise ValueError(
@@ -33,7 +46,6 @@ class InSlices:
                 "recorded once per slice, without gradients. Do not ask for them (output_router_logits, "
                 "output_attentions), or slice a part of the module that does not record them."
             )
-        return result
 
 
 def _recorded() -> dict[str, int]:

@@ -17,6 +17,7 @@ first.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -66,15 +67,11 @@ class KVCache(DynamicCache):
         self._end = weakref.finalize(self, engine.kept.release, nbytes)
         self._end.atexit = False
         share = Ledger(nbytes // 2)  # the other half is for tails
-        store = _Segments(engine, share)
-        replaced = [type(layer) is DynamicLayer for layer in self.layers]
-        store.segment_nbytes = max(1, min(_SEGMENT_NBYTES_MOST, nbytes // 2 // max(1, sum(replaced))))
+        self._segments = _Segments(engine, share, tails_nbytes=nbytes // 2)
         self.layers = [
-            StoredLayer(store) if ours else layer for ours, layer in zip(replaced, self.layers, strict=True)
+            StoredLayer(self._segments) if type(layer) is DynamicLayer else layer for layer in self.layers
         ]
-        ours = [layer for layer in self.layers if isinstance(layer, StoredLayer)]
-        for layer, following in zip(ours, [*ours[1:], *ours[:1]], strict=True):
-            layer.precede(following)
+        in_a_ring([layer for layer in self.layers if isinstance(layer, StoredLayer)])
         self._share = share
 
     @property
@@ -85,8 +82,7 @@ class KVCache(DynamicCache):
     @property
     def nvme_nbytes(self) -> int:
         """Bytes of sealed keys and values on NVMe now."""
-        layers = [layer for layer in self.layers if isinstance(layer, StoredLayer)]
-        return sum(layer.sealed_nbytes for layer in layers) - self.host_nbytes
+        return self._segments.sealed_nbytes - self.host_nbytes
 
 
 def _take_share(engine: Engine, nbytes: int) -> None:
@@ -107,10 +103,11 @@ def _take_share(engine: Engine, nbytes: int) -> None:
 class _Segments:
     """Where the layers of one cache keep their sealed keys and values."""
 
-    def __init__(self, engine: Engine, share: Ledger) -> None:
-        """share: of host memory."""
-        self.segment_nbytes = 0
-        """Bytes of a tail that is sealed."""
+    def __init__(self, engine: Engine, share: Ledger, tails_nbytes: int) -> None:
+        """share: of host memory. tails_nbytes: for the tails of all layers together."""
+        self.sealed_nbytes = 0
+        """Bytes in host memory and on NVMe."""
+        self._tails_nbytes, self._tails = tails_nbytes, 0
         self._nvme, self._share = engine.nvme_store, share
         self._boundaries = Boundaries(
             "host",
@@ -124,6 +121,19 @@ class _Segments:
         )
         self._boundaries.open(engine.budget.tile_numel)
         self._count = 0
+
+    def tail_added(self) -> None:
+        """Count a layer that keeps a tail."""
+        self._tails += 1
+
+    @property
+    def segment_nbytes(self) -> int:
+        """Bytes of a tail that is sealed."""
+        return max(1, min(_SEGMENT_NBYTES_MOST, self._tails_nbytes // max(1, self._tails)))
+
+    def dropped(self, nbytes: int) -> None:
+        """Note that a layer has forgotten so many sealed bytes."""
+        self.sealed_nbytes -= nbytes
 
     def seal(self, tensor: torch.Tensor) -> Boundary:
         """Move a tensor to where it waits for its next use."""
@@ -140,6 +150,7 @@ class _Segments:
         with torch.inference_mode(mode=False), torch.no_grad():
             boundary = Boundary(self._boundaries, tensor.contiguous().clone(), self._count, None)
             boundary.leave()
+        self.sealed_nbytes += tensor.nbytes
         return boundary
 
     def take(self, boundary: Boundary) -> torch.Tensor:
@@ -161,9 +172,12 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call] # transform
         self._tail: tuple[torch.Tensor, torch.Tensor]
         self._sealed: list[tuple[Boundary, Boundary]] = []
         self._following: weakref.ref[StoredLayer] | None = None
-        self._tokens = 0
-        self.sealed_nbytes = 0
-        """Bytes in host memory and on NVMe."""
+        self._tokens = self._sealed_nbytes = 0
+        self._store.tail_added()
+
+    def another(self) -> StoredLayer:
+        """Return a layer without tokens that seals in the same place."""
+        return StoredLayer(self._store)
 
     def precede(self, following: StoredLayer) -> None:
         """Note the layer that computes after this one."""
@@ -195,7 +209,7 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call] # transform
     def _seal(self) -> None:
         keys, values = self._tail
         self._sealed.append((self._store.seal(keys), self._store.seal(values)))
-        self.sealed_nbytes += keys.nbytes + values.nbytes
+        self._sealed_nbytes += keys.nbytes + values.nbytes
         self._tail = keys[..., :0, :].clone(), values[..., :0, :].clone()
 
     def _take(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -233,11 +247,16 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call] # transform
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self._sealed, self._tokens, self.sealed_nbytes = [], 0, 0
+        self._forget()
+        self._tokens = 0
         self.is_initialized = False
 
+    def _forget(self) -> None:
+        self._store.dropped(self._sealed_nbytes)
+        self._sealed, self._sealed_nbytes = [], 0
+
     def _replace(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._sealed, self.sealed_nbytes = [], 0
+        self._forget()
         self._tail, self._tokens = (keys, values), keys.shape[-2]
         self._seal()
 
@@ -267,3 +286,11 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call] # transform
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Go on with the sequences of these beams."""
         self._changed(lambda one: one.index_select(0, cast("torch.Tensor", beam_idx).to(one.device)))
+
+
+def in_a_ring(layers: Sequence[StoredLayer]) -> None:
+    """Have each layer prefetch for the next one, in the order in which they compute, and the last one for the
+    first.
+    """
+    for layer, following in zip(layers, [*layers[1:], *layers[:1]], strict=True):
+        layer.precede(following)

@@ -1,0 +1,135 @@
+"""A batch generated in tiles. Trusted: transformers' generate of each tile alone, and of the whole batch."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from infinity import AdamW, Init, KVCache, UnsupportedError, stats, tile_generation_
+from infinity.tiling import untile_
+
+pytestmark = pytest.mark.disk
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+IDS = torch.arange(60).reshape(5, 12) * 7 % 128
+MASK = torch.ones_like(IDS)
+MASK[1, :4] = 0
+
+
+def model_of(folder, memory="1MiB", config=None):
+    torch.manual_seed(0)
+    with Init(nvme=folder, host_memory=memory):
+        model = MistralForCausalLM(config) if config else LlamaForCausalLM(LlamaConfig(**SIZES))
+    return model.eval()
+
+
+def generate(model, rows=slice(None), **options):
+    given = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    return model.generate(IDS[rows], attention_mask=MASK[rows], **given, **options)
+
+
+def of_tiles(model, sequences, **options):
+    return torch.cat([generate(model, rows, **options) for rows in torch.arange(5).split(sequences)])
+
+
+@pytest.mark.parametrize("kept", ["transformers", "1MiB", "4KiB"])
+def test_tokens_are_those_of_the_tiles_alone_and_each_pass_reads_the_weights_once(folder, kept):
+    model = model_of(folder, "256KiB" if kept == "transformers" else "4MiB")
+    expected = of_tiles(model, 2)
+    generate(model)
+    before = stats(model)
+    whole = generate(model)
+    plain = stats(model).since(before)
+    names = tile_generation_(model, sequences=2)
+    assert names == ["model.layers.0", "model.layers.1", "model.layers.2", "model.norm"]
+    cache = None if kept == "transformers" else KVCache(model, host_memory=kept)
+    generate(model)
+    before = stats(model)
+    tokens = generate(model, cache=cache) if cache is not None else generate(model)
+    tiled = stats(model).since(before)
+    assert torch.equal(tokens, expected)
+    assert torch.equal(tokens, whole)
+    assert tiled.rounds == plain.rounds == 12
+    if cache is None:
+        assert plain.nvme_read_nbytes > 0
+        assert tiled.nvme_read_nbytes <= 1.02 * plain.nvme_read_nbytes
+    else:
+        assert (cache.nvme_nbytes > 0) == (kept == "4KiB")
+        cache.reset()
+        assert cache.host_nbytes + cache.nvme_nbytes == 0
+
+
+def test_chunks_of_prompts_windows_of_attention_and_beams_work_in_tiles(folder):
+    model = model_of(folder)
+    beams, chunks = generate(model, num_beams=2), generate(model, prefill_chunk_size=5)
+    tile_generation_(model, sequences=4)
+    assert torch.equal(generate(model, num_beams=2), beams)
+    assert torch.equal(generate(model, num_beams=2, cache=KVCache(model, host_memory=4096)), beams)
+    assert torch.equal(generate(model, prefill_chunk_size=5), chunks)
+    sliding = model_of(folder, config=MistralConfig(**SIZES, sliding_window=6))
+    expected = of_tiles(sliding, 2)
+    tile_generation_(sliding, sequences=2)
+    assert torch.equal(generate(sliding), expected)
+
+
+def test_training_between_and_behind_tiled_generations_keeps_its_bits(folder):
+    losses = []
+    for tiles in (False, True):
+        model = model_of(folder)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            if tiles:
+                tile_generation_(model, sequences=2 + step)
+                generate(model)
+            loss = model(IDS, labels=IDS).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:3] == losses[3:]
+    untile_(model)
+    assert "forward" not in model.model.layers[0].__dict__
+
+
+def test_a_batch_of_one_tile_runs_as_it_is(folder):
+    model = model_of(folder)
+    expected = generate(model)
+    tile_generation_(model, sequences=5)
+    cache = DynamicCache(config=model.config)
+    assert torch.equal(generate(model, cache=cache), expected)
+    assert {type(layer).__name__ for layer in cache.layers} == {"DynamicLayer"}
+
+
+def test_what_cannot_be_cut_is_refused_by_name(folder):
+    model = model_of(folder)
+    with pytest.raises(ValueError, match="sequences=0: expected 1 or more"):
+        tile_generation_(model, sequences=0)
+    with pytest.raises(ValueError, match="Linear has no blocks of a known class"):
+        tile_generation_(torch.nn.Linear(2, 2), sequences=2)
+    filled = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(IDS, cache=filled)
+    tile_generation_(model, sequences=2)
+    for options, said in (
+        ({"cache": filled}, "holds keys and values of a whole batch already"),
+        ({"cache": DynamicCache()}, r"config=model.config"),
+        ({"cache_implementation": "static"}, "StaticLayer cannot be cut"),
+        ({"num_beams": 3}, "give tile_generation_ a multiple of num_beams"),
+    ):
+        with pytest.raises(UnsupportedError, match=said):
+            generate(model, **options)
+    cache = DynamicCache(config=model.config)
+    generate(model, cache=cache)
+    tile_generation_(model, sequences=3)
+    with torch.no_grad(), pytest.raises(UnsupportedError, match=r"in tiles of \[2, 2, 1\] .* tiles of \[3, 2\]"):
+        model(IDS, cache=copy.deepcopy(cache))
+    for change in (lambda: cache.batch_repeat_interleave(2), lambda: cache.batch_select_indices(IDS[0])):
+        with pytest.raises(UnsupportedError, match="a cache in tiles cannot"):
+            change()
