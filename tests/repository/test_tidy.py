@@ -9,15 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from packages import product
 from places import ROOT
 
-FOLDERS = ("infinity", "aio", "kernels", "tiling", "bench")
-PRODUCT = sorted(
-    path
-    for folder in FOLDERS
-    for path in (ROOT / folder).glob("*.[pch]*")
-    if path.suffix in {".py", ".c", ".h"}
-)
+PRODUCT = sorted([*product(), *(path for path in ROOT.glob("*/*.[ch]") if path.parent.name != ".deps")])
 TESTS = sorted((ROOT / "tests").glob("**/*.py"))
 SCRIPTS = [ROOT / "dev.py", ROOT / "dev_system.py", ROOT / "setup.py"]
 
