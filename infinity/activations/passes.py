@@ -46,7 +46,7 @@ class SavePass(Pass):
         """Writes alone."""
         return (), (FIELD,)
 
-    def process(self, start: int, stop: int, at: dict[str, int]) -> None:
+    def process(self, start: int, stop: int, addresses: dict[str, int]) -> None:
         """Copy the tensor's bytes; the last block is filled with zeros."""
         self._arriving.wait()
         if self._tensor is None:
@@ -54,8 +54,8 @@ class SavePass(Pass):
         first = start * ELEMENT_NBYTES
         nbytes = min(stop * ELEMENT_NBYTES, self._tensor.nbytes) - first
         if nbytes < (stop - start) * ELEMENT_NBYTES:
-            clear(self.record, at, FIELD, stop - start)
-        kernels.copy(nbytes, at[FIELD], self._tensor.data_ptr() + first)
+            clear(self.record, addresses, FIELD, stop - start)
+        kernels.copy(nbytes, addresses[FIELD], self._tensor.data_ptr() + first)
 
     def done_processing(self) -> None:
         """Release the tensor."""
@@ -82,22 +82,22 @@ class LoadPass(Pass):
         """Reads alone."""
         return (FIELD,), ()
 
-    def place(self, field: str, start: int) -> int | None:
+    def own_address(self, field: str, start: int) -> int | None:
         """On the CPU it is read straight to where it is used."""
         if self._flat is None or not self._device.is_host:
             return None
         return int(self._flat.data_ptr()) + start * ELEMENT_NBYTES
 
     @property
-    def keeps(self) -> object:
+    def own_memory(self) -> object:
         """The memory it is read to."""
         return self._flat
 
-    def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer] | None:
+    def process(self, start: int, stop: int, addresses: dict[str, int]) -> Sequence[Transfer] | None:
         """Upload, unless it is there."""
         if self._flat is None or self._device.is_host:
             return None
-        return (self._device.upload(self._flat, start, at[FIELD], stop - start),)
+        return (self._device.upload(self._flat, start, addresses[FIELD], stop - start),)
 
     def _let_go(self) -> None:
         self._flat = None

@@ -4,39 +4,11 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import Protocol
 
 from torch.utils.checkpoint import CheckpointFunction
 
-from infinity.planning.frequency import Frequencies
-
-
-class RoundResidency(Protocol):
-    """What plans rounds: units.residency.UnitResidency."""
-
-    @property
-    def in_round(self) -> bool:
-        """Whether uses are those of a round."""
-
-    @property
-    def round_frequencies(self) -> Frequencies:
-        """What is expected of a round."""
-
-    def close_round(self) -> bool:
-        """End a round when another one begins; False where none was under way."""
-
-    def begin_round(self) -> None:
-        """Begin a round."""
-
-    def end_rounds(self) -> None:
-        """Go on with the step."""
-
-
-class RoundPins(Protocol):
-    """What places weights by what rounds use: units.pinning.Pins."""
-
-    def close_round(self, expected: Frequencies) -> None:
-        """A round is over. expected: of the rounds so far."""
+from infinity.units.pinning import Pins
+from infinity.units.residency import UnitResidency
 
 
 class Rounds:
@@ -45,7 +17,7 @@ class Rounds:
     of an encoder and a decoder. A forward that a backward may follow, and a backward, go on with the step.
     """
 
-    def __init__(self, residency: RoundResidency, pins: RoundPins | None) -> None:
+    def __init__(self, residency: UnitResidency, pins: Pins | None) -> None:
         """pins: None where fields of records stay where they are."""
         self._residency = residency
         self._pins = pins

@@ -23,7 +23,6 @@ from infinity.sequences.warmup import SequenceWarmup
 from infinity.storage.manifest import CheckpointError
 
 LATEST = "latest"
-_COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
 class Trained(Protocol):
@@ -35,9 +34,14 @@ class Trained(Protocol):
     scaling: LossScale | None
     warmup: SequenceWarmup | None
     global_steps: int
-    global_samples: int
-    skipped_steps: int
     micro_steps: int
+
+    @property
+    def step_counts(self) -> dict[str, int]:
+        """Steps and samples so far."""
+
+    def set_step_counts(self, counts: dict[str, int]) -> None:
+        """Go on from the counts of a checkpoint."""
 
     def gradient_accumulation_steps(self) -> int:
         """Return the backwards per update."""
@@ -62,7 +66,7 @@ def save_tagged(
             stacklevel=3,
         )
     extra: dict[str, Any] = {"client_state": client_state}
-    extra["counts"] = {name: getattr(engine, name) for name in _COUNTS}
+    extra["counts"] = engine.step_counts
     if engine.scaling is not None:
         extra["loss_scale"] = engine.scaling.state_dict()
     if engine.warmup is not None:
@@ -110,8 +114,7 @@ def load_tagged(
     if not isinstance(extra, dict) or extra.keys() - {"loss_scale", "length"} != {"client_state", "counts"}:
         raise CheckpointError(f"{path} was not saved by save_checkpoint; infinity.load has loaded it")
     if optimizer:
-        for name in _COUNTS:
-            setattr(engine, name, extra["counts"][name])
+        engine.set_step_counts(extra["counts"])
         if engine.scaling is not None and "loss_scale" in extra:
             engine.scaling.load_state_dict(extra["loss_scale"])
         if engine.warmup is not None:  # as in DeepSpeed, also after steps without a curriculum

@@ -34,6 +34,8 @@ from infinity.sequences.warmup import SequenceWarmup
 
 logger = logging.getLogger("infinity")
 
+_COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+
 
 class DeepSpeedEngine(nn.Module):
     """A model, trained as DeepSpeed scripts do it: engine(batch), engine.backward(loss), engine.step().
@@ -88,6 +90,16 @@ class DeepSpeedEngine(nn.Module):
                 list(engines), self.settings.batches.steps, self.scaling, applies=applies
             )
             weakref.finalize(self, self._gradients.close).atexit = False
+
+    @property
+    def step_counts(self) -> dict[str, int]:
+        """Steps and samples so far, as checkpoints keep them."""
+        return {name: getattr(self, name) for name in _COUNTS}
+
+    def set_step_counts(self, counts: dict[str, int]) -> None:
+        """Go on from the counts of a checkpoint."""
+        for name in _COUNTS:
+            setattr(self, name, counts[name])
 
     def __getattr__(self, name: str) -> Any:
         """Look up an attribute on the model.

@@ -195,7 +195,7 @@ class CpuDevice(Device):
 
 
 @dataclass(slots=True)
-class _Residence:
+class _MemoryEvents:
     """The events that order the uses of one unit's memory."""
 
     stream: Any
@@ -217,7 +217,7 @@ class AcceleratorDevice(Device):
         self.memory = HostMemory(streams)
         self._streams = streams
         self._up, self._down = self.memory.up, self.memory.down
-        self._residences: Any = WeakIdKeyDictionary()  # flat -> _Residence
+        self._events_of: Any = WeakIdKeyDictionary()  # flat -> _MemoryEvents
         self.room = DeviceRoom()
         self._uploaded_nbytes = self._downloaded_nbytes = 0
         self._counting = threading.Lock()
@@ -272,11 +272,11 @@ class AcceleratorDevice(Device):
     def allocated(self, flat: torch.Tensor) -> None:
         """See Device."""
         stream = self._streams.current()
-        self._residences[flat] = _Residence(stream, self._streams.record(stream))
+        self._events_of[flat] = _MemoryEvents(stream, self._streams.record(stream))
 
     def upload(self, flat: torch.Tensor, start: int, address: int, numel: int) -> Transfer:
         """See Device."""
-        residence: _Residence | None = self._residences.get(flat)
+        residence: _MemoryEvents | None = self._events_of.get(flat)
         if residence is None:
             raise AssertionError(
                 f"upload of {numel} elements to memory of {flat.numel()} that `allocated` was not told of"
@@ -295,7 +295,7 @@ class AcceleratorDevice(Device):
         if flat is None:
             self._streams.wait(stream, self._streams.record(self._up))
             return
-        residence: _Residence | None = self._residences.get(flat)
+        residence: _MemoryEvents | None = self._events_of.get(flat)
         if residence is None:
             return
         if residence.uploaded is not None:
@@ -307,7 +307,7 @@ class AcceleratorDevice(Device):
 
     def leaving(self, flat: torch.Tensor) -> None:
         """See Device."""
-        residence: _Residence | None = self._residences.pop(flat, None)
+        residence: _MemoryEvents | None = self._events_of.pop(flat, None)
         if residence is not None and residence.uploaded is not None:
             self._streams.wait(residence.stream, residence.uploaded)
 
@@ -317,7 +317,7 @@ class AcceleratorDevice(Device):
 
     def assembled(self, flat: torch.Tensor) -> None:
         """See Device."""
-        residence: _Residence | None = self._residences.get(flat)
+        residence: _MemoryEvents | None = self._events_of.get(flat)
         if residence is not None:
             residence.uploaded = self._streams.record(self._streams.current())
 

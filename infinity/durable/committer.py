@@ -357,7 +357,7 @@ class Durable:
         for unit in self._units:
             record, fields = unit.record, []
             for name in record.fields:
-                extent, hashes = self.homes.place(record, name)
+                extent, hashes = self.homes.home(record, name)
                 nbytes = extent.nbytes
                 if isinstance(extent.store, CheckpointStore):
                     place = extent.store.describe(extent)

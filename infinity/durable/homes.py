@@ -41,11 +41,11 @@ class Homes:
         self._store = store
         self._of: dict[tuple[Record, str], Home] = {}
 
-    def place(self, record: Record, name: str) -> Home:
+    def home(self, record: Record, name: str) -> Home:
         """Return where a field can be read from NVMe, or from a checkpoint's files, and its hashes."""
         if name == "hi" and record.in_files is not None:
-            return record.in_files, record.place(name)[1]
-        return self._of.get((record, name)) or record.place(name)
+            return record.in_files, record.home(name)[1]
+        return self._of.get((record, name)) or record.home(name)
 
     def passes(self, units: Sequence[Unit]) -> list[KeepPass]:
         """Return the passes that write fields above NVMe which changed since they were last written."""
@@ -60,11 +60,11 @@ class Homes:
             if name not in record or lies or not record.volatile(name):
                 self._leave(record, name)
             elif (record, name) not in self._of or name in record.changed_in_host:
-                homes[name] = self._home(record, name)
+                homes[name] = self._home_of_volatile(record, name)
                 record.changed_in_host.discard(name)
         return homes
 
-    def _home(self, record: Record, name: str) -> Home:
+    def _home_of_volatile(self, record: Record, name: str) -> Home:
         """Return the place of a field in host memory; allocate it the first time."""
         home = self._of.get((record, name))
         if home is None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from infinity.engine.embeddings import in_blocks
 from infinity.engine.engine import Engine, engine_of
 from infinity.engine.frozen import FrozenFile, frozen_layers
 from infinity.engine.layouts import Find
+from infinity.engine.module_records import chosen_records, name_records, named_modules, routed_records
 from infinity.engine.origins import Origins
 from infinity.engine.overflow import Overflow
 from infinity.engine.pretrained import Mapped, check_values, name_file
@@ -39,7 +40,7 @@ from infinity.errors import UnsupportedError
 from infinity.planning.layout import RecordSchema
 from infinity.planning.tile_size import LEAST_SLICE_NBYTES, tile_choice
 from infinity.records.record import Record
-from infinity.records.weights import WEIGHTS
+from infinity.records.weights import compute_dtype
 from infinity.sizes import format_size
 from infinity.storage.packed import FileRange, Packed
 from infinity.tiling import (
@@ -321,7 +322,7 @@ class Construction:
         for entry, parameter in entries:
             if entry.record is not None:
                 tensor = parameter.detach()
-                as_it_is = tensor.dtype in (torch.float32, _computes_in(entry.record))
+                as_it_is = tensor.dtype in (torch.float32, compute_dtype(entry.record.schema))
                 tensor = tensor.cpu() if as_it_is else tensor.cpu().float()
                 part = entry.record.rank_part(entry.index, tensor.contiguous())
                 values.setdefault(entry.record, {})[entry.index] = {"master": part}
@@ -353,7 +354,9 @@ class Construction:
         """Return the ranges of files that parameters' values are; None if that is not so of all."""
         if self._mapped is None:
             return None
-        found = [self._packed.of(one) or self._origins.of(one, _computes_in(record)) for one in parameters]
+        found = [
+            self._packed.of(one) or self._origins.of(one, compute_dtype(record.schema)) for one in parameters
+        ]
         ranges = [one for one in found if not isinstance(one, str)]
         if len(ranges) == len(found):
             return ranges
@@ -382,7 +385,7 @@ class Construction:
             if self._overflow:
                 values.zero_()
             elif operation not in _OVERWRITES or (args and args[0] is not parameter):
-                computes = entry.dtype == _computes_in(entry.record)
+                computes = entry.dtype == compute_dtype(entry.record.schema)
                 field, dtype = ("hi", entry.dtype) if computes else ("master", torch.float32)
                 read = self._engine.parameters.read_record(entry.record, entry.index, {field: dtype})
                 values.copy_(read[field].view(parameter.shape))
@@ -417,11 +420,11 @@ class Construction:
         for module in modules:
             if isinstance(module, TiledExperts):
                 module.view_where(None)
-        named = list(_named_modules(roots))
+        named = list(named_modules(roots))
         check_values(named)
         self._origins.look()
         if self._cut_embeddings(named):
-            named = list(_named_modules(roots))
+            named = list(named_modules(roots))
         for _, module in named:
             self._evict([self._real[id(one)] for one in module._parameters.values() if id(one) in self._real])
         self._real.clear()
@@ -488,7 +491,7 @@ class Construction:
         return tile
 
     def _hand_over(self, named: list[tuple[str, nn.Module]]) -> None:
-        units, units_of = self._units(named)
+        units, units_of = name_records(named, self._entry, self._engine.schema.dtype)
         self._overflow.refuse(self._records, units)
         for record in self._records:
             if record not in units:  # of parameters that are in no model
@@ -498,7 +501,7 @@ class Construction:
         if kind is not None:
             FrozenFile(self._engine, kind).take(frozen_layers(named, units, kind))
         self._engine.build_with(None)
-        opened = self._engine.open(units, _routed(named, units_of), _chosen(named, units_of))
+        opened = self._engine.open(units, routed_records(named, units_of), chosen_records(named, units_of))
         for _, module in named:
             if any(True for _ in module.parameters()):
                 # MultiheadAttention uses its child's weight itself, and its fast path only if it is there.
@@ -512,78 +515,6 @@ class Construction:
             if isinstance(module, Routed):
                 tiles = {id(tile): [opened[one] for one in units_of[id(tile)]] for tile in module.tiles}
                 self._engine.route(module, name, tiles)
-
-    def _units(
-        self, named: list[tuple[str, nn.Module]]
-    ) -> tuple[dict[Record, list[nn.Parameter]], dict[int, list[Record]]]:
-        """Name the records of the models; return the parameters in each, in the order of its segments, and
-        the records that each module uses, by the module's id().
-        """
-        names: dict[int, str] = {}
-        units: dict[Record, list[nn.Parameter]] = {}
-        units_of: dict[int, list[Record]] = {}
-        for prefix, module in named:
-            for name, parameter in module._parameters.items():
-                names.setdefault(id(parameter), f"{prefix}.{name}" if prefix else name)
-                entry = self._entry(parameter)
-                if parameter is None or entry is None or entry.record is None:
-                    continue
-                record = entry.record
-                if record not in units:
-                    other = "" if record.schema is self._engine.schema else f" ({record.schema.dtype})"
-                    record.name_unit(f"{prefix or type(module).__name__}{other}")
-                    units[record] = _holes(record)
-                units[record][entry.index] = parameter
-                units_of.setdefault(id(module), []).append(record)
-        for record, parameters in units.items():
-            record.rename([names.get(id(parameter), "(replaced)") for parameter in parameters])
-        return units, units_of
-
-
-def _routed(named: list[tuple[str, nn.Module]], units_of: dict[int, list[Record]]) -> list[Record]:
-    """Return the records that tiles of `Routed` modules use, and no other module."""
-    tiles = {id(tile) for _, module in named if isinstance(module, Routed) for tile in module.tiles}
-    others = {one for module, records in units_of.items() if module not in tiles for one in records}
-    return [
-        one
-        for one in dict.fromkeys(one for tile in tiles for one in units_of.get(tile, ()))
-        if one not in others
-    ]
-
-
-def _chosen(named: list[tuple[str, nn.Module]], units_of: dict[int, list[Record]]) -> list[Record]:
-    """Return the records of experts that are modules of their own: those below a ModuleList or ModuleDict
-    that is called after experts, and used by no module elsewhere.
-    """
-    lists = [
-        module
-        for name, module in named
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and "expert" in name.rpartition(".")[2].lower()
-    ]
-    below = {id(part) for module in lists if len(module) > 1 for part in module.modules()}
-    others = {one for module, records in units_of.items() if module not in below for one in records}
-    found = dict.fromkeys(one for module in below for one in units_of.get(module, ()))
-    return [one for one in found if one not in others]
-
-
-def _holes(record: Record) -> list[nn.Parameter]:
-    """Return parameters, never trained, for those of a record that were replaced since."""
-    return [
-        nn.Parameter(placeholder(segment.shape, _computes_in(record), "cpu"), requires_grad=False)
-        for segment in record.shard.segments
-    ]
-
-
-def _named_modules(roots: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Return all modules with their names; the names of several models begin with the model's class."""
-    for number, root in enumerate(roots):
-        prefix = f"{type(root).__name__}{number}" if len(roots) > 1 else ""
-        yield from root.named_modules(prefix=prefix)
-
-
-def _computes_in(record: Record) -> torch.dtype:
-    """Return the type of what computes."""
-    return WEIGHTS[record.schema.dtype].dtype
 
 
 def _shares(tensor: torch.Tensor) -> int:

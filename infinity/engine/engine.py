@@ -116,25 +116,11 @@ class Engine:
         """The files that weights are read from where they lie; None where there are none."""
         self.exchange = Exchange(self.parameters)
         self.outgoing_share = OutgoingShare(self.device, self.timeline)
-        self.gradients = GradientStore(
-            self.lane,
-            self.device,
-            self.kept,
-            spill_store,
-            self.outgoing_share,
-            self.residency,
-            self.least_total,
-            self.ranks,
-            self.partition,
-            deferred=config.stage == 1,
-        )
+        self.gradients = self._open_gradients(spill_store)
         self.boundaries = self._open_boundaries()
         """What offloads the inputs of checkpoints; None where they stay."""
-        self.parts: PartitionedBoundaries | None = None
+        self.parts = self._open_parts(copies)
         """What divides them among ranks first; None where each rank keeps its own."""
-        if copies is not None:
-            place = self.device.torch_device
-            self.parts = open_parts(copies, self.ranks.device, config.timeout_s, place, self.boundaries)
         self.hooks = Hooks(self.residency, self.parts or self.boundaries)
         if self.boundaries is not None:
             self.hooks.backward_ended.append(self.boundaries.backward_ended)
@@ -158,6 +144,27 @@ class Engine:
             self.nvme_store.keep(pool, self.host_store)
         cpus = choose_cores(self.device)
         return StreamLane(pool, inline=self.device.is_host, timeline=self.timeline, cpus=cpus)
+
+    def _open_gradients(self, spill_store: Store) -> GradientStore:
+        return GradientStore(
+            self.lane,
+            self.device,
+            self.kept,
+            spill_store,
+            self.outgoing_share,
+            self.residency,
+            self.least_total,
+            self.ranks,
+            self.partition,
+            deferred=self.config.stage == 1,
+        )
+
+    def _open_parts(self, copies: Any) -> PartitionedBoundaries | None:
+        """Return what divides the inputs of checkpoints among the ranks of the process group `copies`."""
+        if copies is None:
+            return None
+        timeout_s, place = self.config.timeout_s, self.device.torch_device
+        return open_parts(copies, self.ranks.device, timeout_s, place, self.boundaries)
 
     def _open_boundaries(self) -> Boundaries | None:
         """Return what offloads the inputs of checkpoints, if anything is to."""

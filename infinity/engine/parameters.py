@@ -17,7 +17,7 @@ from infinity.lane.base import Pass
 from infinity.lane.lane import StreamLane
 from infinity.lane.passes import CopyOutPass, ReadPass, WritePass
 from infinity.records.record import Record
-from infinity.records.weights import WEIGHTS
+from infinity.records.weights import compute_dtype
 from infinity.sizes import format_size
 from infinity.storage.store import Store
 from infinity.tensors import as_bytes
@@ -167,7 +167,7 @@ class Parameters:
         """Whether a record whose weights lie in files has these values, with masters equal to them."""
         if any(set(fields) != {"master"} for fields in values.values()):
             return False
-        dtype = WEIGHTS[record.schema.dtype].dtype
+        dtype = compute_dtype(record.schema)
         for index, fields in values.items():
             (here,) = self._read(record, index, {"hi": dtype}).values()
             new = fields["master"].reshape(-1)
@@ -186,7 +186,7 @@ class Parameters:
         self.before_change()
         self._lane.drain()
         for record in records:
-            dtype = WEIGHTS[record.schema.dtype].dtype
+            dtype = compute_dtype(record.schema)
             values = {
                 index: {"master": self._read(record, index, {"hi": dtype})["hi"]}
                 for index in range(len(record.shard.segments))

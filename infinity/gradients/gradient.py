@@ -37,7 +37,7 @@ from infinity import kernels
 from infinity.errors import NotResidentError, UnsupportedError
 from infinity.lane.base import Pass
 from infinity.lane.outgoing import Lease
-from infinity.lane.passes import SpillPart
+from infinity.lane.passes import SquareSum
 from infinity.records.weights import ACCUMULATE, KERNEL_DTYPE, WIDEN
 from infinity.storage.memory import Ledger
 from infinity.storage.store import DONE, Future
@@ -86,8 +86,8 @@ class Gradient:
         "form",
         "index",
         "on_device",
-        "parts",
         "scale",
+        "square_sum",
         "tensor",
     )
 
@@ -103,8 +103,8 @@ class Gradient:
         """Whether `tensor` is on the device, where the unit's record lives, to be applied there."""
         self.field = "grad16"
         """The record's field that holds it while spilled."""
-        self.parts: SpillPart | None = None
-        """The sum of squares; filled in by `job` where a pass computes it."""
+        self.square_sum: SquareSum | None = None
+        """Filled in by `job` where a pass computes it."""
         self._job: weakref.ref[Pass] | None = None
         self.scale = ONE
         """The fp32 factor that clipping recorded; applied in the update."""
@@ -136,7 +136,7 @@ class Gradient:
 
     @property
     def job(self) -> Pass | None:
-        """The pass that fills in `parts`; None where there is none, or it is over and forgotten."""
+        """The pass that fills in `square_sum`; None where there is none, or it is over and forgotten."""
         return None if self._job is None else self._job()
 
     def check(self, what: str) -> None:
@@ -144,21 +144,20 @@ class Gradient:
         if self.form is Form.APPLIED:
             raise UnsupportedError(applied_message(self.unit, what))
 
-    def measured_by(self, parts: SpillPart, job: Pass) -> None:
+    def measured_by(self, square_sum: SquareSum, job: Pass) -> None:
         """Let `job` fill in the sum of squares."""
-        self.parts, self._job = parts, weakref.ref(job)
+        self.square_sum, self._job = square_sum, weakref.ref(job)
 
-    def measure(self, tensor: torch.Tensor) -> SpillPart:
+    def measure(self, tensor: torch.Tensor) -> SquareSum:
         """Sum the squares of `tensor`, the gradient's values, and return them."""
         dtype = KERNEL_DTYPE[tensor.dtype]
-        square_sum, finite = kernels.sum_squares(tensor.numel(), tensor.data_ptr(), dtype)
-        self.parts, self._job = SpillPart(tensor.new_empty(0), square_sum=square_sum, finite=finite), None
-        return self.parts
+        value, finite = kernels.sum_squares(tensor.numel(), tensor.data_ptr(), dtype)
+        self.square_sum, self._job = SquareSum(value, finite), None
+        return self.square_sum
 
     def was_measured(self, square_sum: float) -> None:
         """Note the sum of squares, as the device has computed it."""
-        none = torch.empty(0)
-        self.parts, self._job = SpillPart(none, square_sum=square_sum, finite=math.isfinite(square_sum)), None
+        self.square_sum, self._job = SquareSum(square_sum, math.isfinite(square_sum)), None
 
     def multiply(self, factor: float) -> None:
         """Record a factor of clipping, in fp32."""
@@ -208,7 +207,7 @@ class Gradient:
     def stay(self, tensor: torch.Tensor, lease: Lease) -> None:
         """Stay on the device, as `tensor`, with `lease` of device_memory."""
         self._become(Form.HOST)
-        self.tensor, self.on_device, self.parts = tensor, True, None
+        self.tensor, self.on_device, self.square_sum = tensor, True, None
         self.end_lease()
         self._lease = lease
 
@@ -219,7 +218,7 @@ class Gradient:
 
     def was_changed(self) -> None:
         """Note that the tensor has other values than those that were measured."""
-        self.parts = None
+        self.square_sum = None
 
     def stay_on_device(self) -> None:
         """Wait no more: stay on the device."""

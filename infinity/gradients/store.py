@@ -28,7 +28,7 @@ from infinity.planning.budget import Budget
 from infinity.ranks.group import Ranks
 from infinity.records.record import Record
 from infinity.records.updates import Update
-from infinity.records.weights import WEIGHTS
+from infinity.records.weights import compute_dtype
 from infinity.sizes import format_size
 from infinity.storage.memory import Ledger
 from infinity.storage.store import DONE, Future, HostStore, Store
@@ -273,10 +273,12 @@ class GradientStore:
         """Measure those of these gradients that are on the device, and all others there with them: the host
         waits for that once, though torch may ask for one norm at a time.
         """
-        if self._device_updates is None or not any(one.on_device and one.parts is None for one in gradients):
+        if self._device_updates is None or not any(
+            one.on_device and one.square_sum is None for one in gradients
+        ):
             return
         there = [one for unit in list(self._on_device.values()) for one in list(unit.values())]
-        wanted = [one for one in there if one.on_device and one.parts is None]
+        wanted = [one for one in there if one.on_device and one.square_sum is None]
         sums = self._device_updates.square_sums([one.in_memory for one in wanted])
         for gradient, square_sum in zip(wanted, sums, strict=True):
             gradient.was_measured(square_sum)
@@ -368,7 +370,7 @@ class GradientStore:
         """
         self._keep_on_device(unit)
         for index, gradient in self.outgoing_of(unit).items():
-            if gradient.form is Form.OUTGOING and gradient.parts is None and gradient.arriving.done:
+            if gradient.form is Form.OUTGOING and gradient.square_sum is None and gradient.arriving.done:
                 gradient.measure(gradient.in_memory)
             if self.rests(unit) or gradient.form is not Form.OUTGOING:
                 continue
@@ -439,7 +441,7 @@ class GradientStore:
             index: SpillPart(
                 gradient.in_memory,
                 add=index in plan.adds,
-                measure=index in plan.adds or gradient.parts is None,
+                measure=index in plan.adds or gradient.square_sum is None,
                 arriving=gradient.arriving,
             )
             for index, gradient in outgoing.items()
@@ -454,7 +456,7 @@ class GradientStore:
             leases.append(gradient.spill(plan.target))
             self._in_record[unit][index] = gradient
             if index in parts and parts[index].measure:
-                gradient.measured_by(parts[index], job)
+                gradient.measured_by(parts[index].square_sum, job)
         job.give_parts_to(partial(_let_go, leases))
         try:
             self._lane.submit(job)
@@ -498,12 +500,12 @@ class GradientStore:
         if gradient.form is Form.SPILLED and gradient.index in self.outgoing_of(gradient.unit):
             self.spill(gradient.unit)
         self._measure_on_device([gradient])
-        parts = gradient.parts or gradient.measure(gradient.await_tensor())
+        measured = gradient.square_sum or gradient.measure(gradient.await_tensor())
         job = gradient.job
         if job is not None:
             self._lane.wait(job)
         self._lane.check_open()  # a pass that failed is forgotten too
-        return parts.square_sum if parts.finite else math.nan
+        return measured.value if measured.finite else math.nan
 
     def dense(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
         """Return the gradient as a new tensor, clipped, in the parameter's shape and on its device. With
@@ -526,7 +528,7 @@ class GradientStore:
     def _read(self, gradient: Gradient) -> torch.Tensor:
         """Return what this rank has of a spilled gradient."""
         record = gradient.unit.record
-        dtype = torch.float32 if gradient.field == "grad32" else WEIGHTS[record.schema.dtype].dtype
+        dtype = torch.float32 if gradient.field == "grad32" else compute_dtype(record.schema)
         values = torch.empty(record.shard.segments[gradient.index].numel, dtype=dtype)
         job = ReadPass(record, gradient.index, record.tile_numel, {gradient.field: values})
         self._lane.submit(job, urgent=True)

@@ -25,8 +25,8 @@ class Pass(QueuedPass[Record], ABC):
         super().__init__(record)
         self.adopts: frozenset[str] = frozenset()
         """Fields that this pass leaves in their target; see Record.targets. Known from the first tile on."""
-        self.sums: kernels.Checksums | None = None
-        """Of the tile that is worked on, where `sums_up` says that its kernel takes them."""
+        self.checksums: kernels.Checksums | None = None
+        """Of the tile that is worked on, where `takes_checksums` says that its kernel takes them."""
         self._packed = PackedSpans(record)
 
     @abstractmethod
@@ -44,7 +44,7 @@ class Pass(QueuedPass[Record], ABC):
         """Return the fields that it may touch."""
         return [name for name, _ in self.record.tiers()]
 
-    def place(self, field: str, start: int) -> int | None:
+    def own_address(self, field: str, start: int) -> int | None:
         """Return the address, on a whole block, of memory of the pass's own for a field on NVMe from element
         `start` on; None to use a slot.
         """
@@ -56,34 +56,36 @@ class Pass(QueuedPass[Record], ABC):
         return True
 
     @property
-    def keeps(self) -> object:
-        """The object that keeps the memory of `place` alive."""
+    def own_memory(self) -> object:
+        """The object that keeps the memory of `own_address` alive."""
         return None
 
-    def sums_up(self, start: int, stop: int) -> bool:
-        """Whether the kernel of `process` takes all checksums of a tile, `sums`, on the way. Else they
-        are taken before and after.
+    def takes_checksums(self, start: int, stop: int) -> bool:
+        """Whether the kernel of `process` takes all of a tile, `checksums`, on the way. Else they are taken
+        before and after.
         """
         return False
 
     @abstractmethod
-    def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer] | None:
-        """Work on one tile; `at` is the address of each field. Return transfers that still use them."""
+    def process(self, start: int, stop: int, addresses: dict[str, int]) -> Sequence[Transfer] | None:
+        """Work on one tile; `addresses` are those of its fields. Return transfers that still use them."""
 
     def run_in_memory(self) -> None:
         """Do the whole pass now, where all that it touches lies in host memory."""
         transfers: list[Transfer] = []
         for start, stop in self.tiles():
             reads, writes = self.reads_and_writes(start, stop)
-            at = {name: self.record.host_address(name, start) for name in dict.fromkeys((*reads, *writes))}
-            transfers += self.process(start, stop, at) or ()
+            addresses = {
+                name: self.record.host_address(name, start) for name in dict.fromkeys((*reads, *writes))
+            }
+            transfers += self.process(start, stop, addresses) or ()
             for name in writes:
                 self.note_written(name, start, stop)
         for transfer in (*transfers, *self.settle()):
             transfer.wait()
 
     def work(
-        self, start: int, stop: int, at: dict[str, int], reads: Sequence[str], writes: Sequence[str]
+        self, start: int, stop: int, addresses: dict[str, int], reads: Sequence[str], writes: Sequence[str]
     ) -> Sequence[Transfer] | None:
         """Process one tile; compare the checksums of what was read, and keep those of what is to be written.
 
@@ -92,11 +94,12 @@ class Pass(QueuedPass[Record], ABC):
         packed = self.record.packed
         if packed:  # these are summed up when their span comes and goes
             reads, writes = ([name for name in names if name not in packed] for names in (reads, writes))
-        sums, on_the_way = self.record.checksums(start, stop, at, reads, writes), self.sums_up(start, stop)
+        sums = self.record.checksums(start, stop, addresses, reads, writes)
+        on_the_way = self.takes_checksums(start, stop)
         if not on_the_way:
             sums.compare()
-        self.sums = sums.fields if on_the_way else None
-        more = self.process(start, stop, at)
+        self.checksums = sums.fields if on_the_way else None
+        more = self.process(start, stop, addresses)
         if on_the_way:
             sums.compare(taken=True)
         sums.keep(taken=on_the_way)

@@ -18,7 +18,7 @@ from infinity.planning.layout import TilePiece, pieces, tiles
 from infinity.records.record import Record
 from infinity.records.update_rules import UpdateSpan
 from infinity.records.updates import PendingUpdates, Update
-from infinity.records.weights import KERNEL_DTYPE, WEIGHTS
+from infinity.records.weights import KERNEL_DTYPE, compute_dtype
 from infinity.sizes import round_up
 from infinity.storage.store import Transfer
 
@@ -46,7 +46,7 @@ class _UnitPass(Pass):
         self._tile_numel = tile_numel
         self.on_finished.append(self._drop_memory)
 
-    def place(self, field: str, start: int) -> int | None:
+    def own_address(self, field: str, start: int) -> int | None:
         """On the CPU, `hi` is worked on in the unit's memory."""
         return self._place_of_hi(start) if field == "hi" else None
 
@@ -61,7 +61,7 @@ class _UnitPass(Pass):
         return here is not None and here == self.record.address("hi", 0)
 
     @property
-    def keeps(self) -> object:
+    def own_memory(self) -> object:
         """The unit's memory."""
         return self._flat
 
@@ -69,15 +69,15 @@ class _UnitPass(Pass):
         """Return the elements up to the end of the last tile that holds a parameter."""
         return min(self.record.shard.numel, round_up(self.record.shard.end, self._tile_numel))
 
-    def _upload(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer] | None:
+    def _upload(self, start: int, stop: int, addresses: dict[str, int]) -> Sequence[Transfer] | None:
         """Begin to copy `hi` of a tile to the unit's memory, unless it was read there."""
         if self._flat is None:
             raise AssertionError(
                 f"{self.record.name}: expected the unit's memory while tiles are uploaded, got none"
             )
-        if at["hi"] == self._place_of_hi(start):
+        if addresses["hi"] == self._place_of_hi(start):
             return None
-        return (self._device.upload(self._flat, self._base + start, at["hi"], stop - start),)
+        return (self._device.upload(self._flat, self._base + start, addresses["hi"], stop - start),)
 
     def _drop_memory(self) -> None:
         self._flat = None
@@ -108,9 +108,9 @@ class FetchPass(_UnitPass):
         """`hi`, which is left in its target if it has one."""
         return (("hi",) if self.record.written("hi", start) else ()), tuple(self.adopts)
 
-    def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer] | None:
+    def process(self, start: int, stop: int, addresses: dict[str, int]) -> Sequence[Transfer] | None:
         """Upload."""
-        return self._upload(start, stop, at)
+        return self._upload(start, stop, addresses)
 
 
 class _UpdatingPass(_UnitPass):
@@ -122,7 +122,7 @@ class _UpdatingPass(_UnitPass):
         self.updates: dict[int, Update] = unit.pending
         self._pending, self._taken = unit.pending, False
         self._updates_all = False
-        computes = WEIGHTS[unit.record.schema.dtype].dtype
+        computes = compute_dtype(unit.record.schema)
         self._dtypes = {"grad16": KERNEL_DTYPE[computes], "grad32": KERNEL_DTYPE[torch.float32]}
 
     @property
@@ -201,7 +201,7 @@ class _UpdatingPass(_UnitPass):
         """Return the fields to read of a tile without updates: those that go to their targets."""
         return self.adopts
 
-    def sums_up(self, start: int, stop: int) -> bool:
+    def takes_checksums(self, start: int, stop: int) -> bool:
         """Where one step of one parameter is all that is done, by a kernel that takes checksums."""
         parts = list(pieces(self.record.shard, start, stop))
         update = self.updates.get(parts[0].index) if len(parts) == 1 and parts[0].start == start else None
@@ -209,26 +209,26 @@ class _UpdatingPass(_UnitPass):
             return False
         return (self.record.schema.dtype, self.record.schema.state_dtype) in update.recipe.summing
 
-    def _apply_updates(self, start: int, stop: int, at: dict[str, int]) -> None:
+    def _apply_updates(self, start: int, stop: int, addresses: dict[str, int]) -> None:
         if not self._changes(start, stop):
             return
         for name in self.record.schema.moments:
-            if name in at and not self.record.written(name, start):
-                clear(self.record, at, name, stop - start)
-        self._apply(start, stop, at)
+            if name in addresses and not self.record.written(name, start):
+                clear(self.record, addresses, name, stop - start)
+        self._apply(start, stop, addresses)
 
-    def _apply(self, start: int, stop: int, at: dict[str, int]) -> None:
+    def _apply(self, start: int, stop: int, addresses: dict[str, int]) -> None:
         for piece in pieces(self.record.shard, start, stop):
             update = self.updates.get(piece.index)
             if update is not None:
-                self._step(update, piece, start, at)
+                self._step(update, piece, start, addresses)
 
-    def _step(self, update: Update, piece: TilePiece, start: int, at: dict[str, int]) -> None:
+    def _step(self, update: Update, piece: TilePiece, start: int, addresses: dict[str, int]) -> None:
         """Make the steps of one parameter's piece of a tile, those that were missed first."""
         state = {
-            name: piece_address(self.record, at[name], piece.start, start, name)
+            name: piece_address(self.record, addresses[name], piece.start, start, name)
             for name in self.record.schema.fields
-            if name in at
+            if name in addresses
         }
         step = update.recipe.kernels[self.record.schema.dtype, self.record.schema.state_dtype]
         misses = update.missed or update.after or not update.has_gradient
@@ -246,13 +246,15 @@ class _UpdatingPass(_UnitPass):
             given = gradient, KERNEL_DTYPE[update.tensor.dtype]
         elif update.field is not None:
             given = (
-                piece_address(self.record, at[update.field], piece.start, start, update.field),
+                piece_address(self.record, addresses[update.field], piece.start, start, update.field),
                 self._dtypes[update.field],
             )
         else:
             miss([(update.scalars, update.key)])
             return
-        step(UpdateSpan(piece.numel, state, *given, update.key, piece.element, self.sums), update.scalars)
+        step(
+            UpdateSpan(piece.numel, state, *given, update.key, piece.element, self.checksums), update.scalars
+        )
         miss(update.after)
 
     def done_processing(self) -> None:
@@ -272,10 +274,10 @@ class FetchAndUpdatePass(_UpdatingPass):
         """Return `hi` as well."""
         return dict.fromkeys(("hi", *self.adopts))
 
-    def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer] | None:
+    def process(self, start: int, stop: int, addresses: dict[str, int]) -> Sequence[Transfer] | None:
         """Apply the updates, then upload."""
-        self._apply_updates(start, stop, at)
-        return self._upload(start, stop, at)
+        self._apply_updates(start, stop, addresses)
+        return self._upload(start, stop, addresses)
 
 
 class UpdatePass(_UpdatingPass):
@@ -321,11 +323,11 @@ class UpdatePass(_UpdatingPass):
         self._apply(0, record.shard.numel, whole)
         record.changed_in_host.update(whole)
 
-    def process(self, start: int, stop: int, at: dict[str, int]) -> None:
+    def process(self, start: int, stop: int, addresses: dict[str, int]) -> None:
         """Apply the updates, to the values in the unit's memory if `hi` is given."""
-        if self._hi_is_given() and "hi" in at:
-            self._bring_hi(start, stop, at["hi"])
-        self._apply_updates(start, stop, at)
+        if self._hi_is_given() and "hi" in addresses:
+            self._bring_hi(start, stop, addresses["hi"])
+        self._apply_updates(start, stop, addresses)
 
     def _bring_hi(self, start: int, stop: int, address: int) -> None:
         """Copy the unit's values to where they are updated, unless they are updated where they are."""

@@ -58,7 +58,7 @@ class _Tile:
     start: int
     stop: int
     slot: Slot | None
-    at: dict[str, int]
+    addresses: dict[str, int]
     reads: Sequence[str]
     """Fields read from NVMe."""
     writes: Sequence[str]
@@ -288,14 +288,14 @@ class StreamLane:
         """Find memory for the fields of a tile, and begin to read those on NVMe."""
         record = job.record
         reads, writes = job.reads_and_writes(start, stop)
-        at: dict[str, int] = {}
+        addresses: dict[str, int] = {}
         slotted: list[str] = []
         for name in dict.fromkeys((*reads, *writes)):
             address = self._address(job, name, start)
             if address is None:
                 slotted.append(name)
             else:
-                at[name] = address
+                addresses[name] = address
         reads = job.ordered(name for name in reads if not record.in_host(name))
         stored = job.ordered(name for name in writes if not record.in_host(name) and name not in job.adopts)
         slot = self._pool.lease() if slotted or reads or stored else None
@@ -303,17 +303,17 @@ class StreamLane:
         if slot is not None:
             free = slot.address
             for name in slotted:
-                at[name] = free
+                addresses[name] = free
                 free += record.tile_nbytes(name, stop - start)
             window = free, slot.address + slot.nbytes - free
-        owner = (slot, job.keeps)
+        owner = (slot, job.own_memory)
         last = reads[-1] if reads else None
         transfers = [
-            job.read(name, start, stop, at[name], owner, more=name is not last, window=window)
+            job.read(name, start, stop, addresses[name], owner, more=name is not last, window=window)
             for name in reads
         ]
         changes = [name for name in writes if name not in stored]
-        return _Tile(job, start, stop, slot, at, reads, stored, changes, transfers)
+        return _Tile(job, start, stop, slot, addresses, reads, stored, changes, transfers)
 
     @staticmethod
     def _address(job: Pass, name: str, start: int) -> int | None:
@@ -321,7 +321,7 @@ class StreamLane:
         if name in job.adopts:
             return job.record.target_address(name, start)
         address = job.record.address(name, start)
-        return job.place(name, start) if address is None else address
+        return job.own_address(name, start) if address is None else address
 
     def _work(self, tile: _Tile) -> None:
         """Wait for a tile's reads, check them, do its work, and begin its writes."""
@@ -331,10 +331,10 @@ class StreamLane:
             transfer.wait()
         read = time.perf_counter()
         self._note(tile, "read", tile.reads)
-        more = job.work(tile.start, tile.stop, tile.at, tile.reads, tile.writes)
-        owner, last = (tile.slot, job.keeps), tile.writes[-1] if tile.writes else None
+        more = job.work(tile.start, tile.stop, tile.addresses, tile.reads, tile.writes)
+        owner, last = (tile.slot, job.own_memory), tile.writes[-1] if tile.writes else None
         tile.transfers = [
-            job.write(name, tile.start, tile.stop, tile.at[name], owner, more=name is not last)
+            job.write(name, tile.start, tile.stop, tile.addresses[name], owner, more=name is not last)
             for name in tile.writes
         ]
         tile.more = more or ()

@@ -5,6 +5,7 @@ fields out of host memory, checking hashes.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from infinity import kernels
 from infinity.lane.base import Pass
 from infinity.planning.layout import pieces, tiles
 from infinity.records.record import Record
-from infinity.records.weights import ACCUMULATE, KERNEL_DTYPE, WEIGHTS, WIDEN
+from infinity.records.weights import ACCUMULATE, KERNEL_DTYPE, WEIGHTS, WIDEN, compute_dtype
 from infinity.storage.store import DONE, Extent, Future, Transfer
 
 
@@ -27,9 +28,23 @@ def piece_address(record: Record, base: int, element: int, start: int, field: st
     return base + record.schema.nbytes(field, element - start)
 
 
-def clear(record: Record, at: dict[str, int], name: str, numel: int) -> None:
+def clear(record: Record, addresses: dict[str, int], name: str, numel: int) -> None:
     """Make a field of a tile of `numel` elements zero."""
-    ctypes.memset(at[name], 0, record.schema.nbytes(name, numel))
+    ctypes.memset(addresses[name], 0, record.schema.nbytes(name, numel))
+
+
+@dataclass(slots=True)
+class SquareSum:
+    """The fp64 sum of a gradient's squares, as far as its tiles have been summed."""
+
+    value: float = 0.0
+    finite: bool = True
+    """Whether every element is."""
+
+    def add(self, value: float, finite: bool) -> None:  # noqa: FBT001 - as a kernel returns them
+        """Add the sum of a part."""
+        self.value += value
+        self.finite &= finite
 
 
 @dataclass(slots=True)
@@ -43,8 +58,7 @@ class SpillPart:
     add: bool = False
     measure: bool = False
     arriving: Future = DONE
-    square_sum: float = 0.0
-    finite: bool = True
+    square_sum: SquareSum = dataclasses.field(default_factory=SquareSum)
 
     def let_go(self) -> None:
         """Drop the tensor, which was used up; the sum stays."""
@@ -70,7 +84,7 @@ class SpillPass(Pass):
         """Prepare to write `target`."""
         super().__init__(record)
         self._shard = record.shard
-        self._computes = WEIGHTS[record.schema.dtype].dtype
+        self._computes = compute_dtype(record.schema)
         self._tile_numel = tile_numel
         self._parts = parts
         self._carried = carried
@@ -99,11 +113,11 @@ class SpillPass(Pass):
         """Whether the new gradients have come."""
         return all(part.arriving.done for part in self._parts.values())
 
-    def process(self, start: int, stop: int, at: dict[str, int]) -> None:
+    def process(self, start: int, stop: int, addresses: dict[str, int]) -> None:
         """Write each parameter's piece: stored, new, or their fp32 sum."""
-        target = at[self._target]
+        target = addresses[self._target]
         if self._source is None:
-            clear(self.record, at, self._target, stop - start)
+            clear(self.record, addresses, self._target, stop - start)
         for piece in pieces(self._shard, start, stop):
             part = self._parts.get(piece.index)
             to = piece_address(self.record, target, piece.start, start, self._target)
@@ -112,7 +126,7 @@ class SpillPass(Pass):
                 and (piece.index in self._carried or (part and part.add))
                 and self._source != self._target
             ):
-                stored = piece_address(self.record, at[self._source], piece.start, start, self._source)
+                stored = piece_address(self.record, addresses[self._source], piece.start, start, self._source)
                 WIDEN[self._computes](piece.numel, stored, to)
             if part is None:
                 continue
@@ -127,9 +141,7 @@ class SpillPass(Pass):
                 kernels.copy(piece.numel * of_part.itemsize, to, new)
             if part.measure:
                 dtype = torch.float32 if self._target == "grad32" else self._computes
-                square_sum, finite = kernels.sum_squares(piece.numel, to, KERNEL_DTYPE[dtype])
-                part.square_sum += square_sum
-                part.finite &= finite
+                part.square_sum.add(*kernels.sum_squares(piece.numel, to, KERNEL_DTYPE[dtype]))
 
     def done_processing(self) -> None:
         """Drop the tensors."""
@@ -167,22 +179,22 @@ class _RangePass(Pass):
         for start in range(first, self.stop if self.start < self.stop else first, self._tile_numel):
             yield start, min(start + self._tile_numel, self.record.shard.numel)
 
-    def process(self, start: int, stop: int, at: dict[str, int]) -> None:
+    def process(self, start: int, stop: int, addresses: dict[str, int]) -> None:
         """Move what the tile has of the range."""
         first, last = max(start, self.start), min(stop, self.stop)
-        here = {name: piece_address(self.record, at[name], first, start, name) for name in at}
+        stored = {name: piece_address(self.record, addresses[name], first, start, name) for name in addresses}
         values = {
             field: tensor.data_ptr() + self._nbytes(field, first - self.start)
             for field, tensor in self.values.items()
         }
-        self._move(last - first, here, values)
+        self._move(last - first, stored, values)
 
     def _nbytes(self, field: str, numel: int) -> int:
         """Return the bytes of `numel` elements of a field in its tensor."""
         return field_nbytes(self.record, field, numel)
 
     @abstractmethod
-    def _move(self, numel: int, here: dict[str, int], values: dict[str, int]) -> None:
+    def _move(self, numel: int, stored: dict[str, int], values: dict[str, int]) -> None:
         """Move `numel` elements between the addresses of the record's fields and those of `values`."""
 
 
@@ -198,14 +210,14 @@ class CopyOutPass(_RangePass):
         """Of the fields asked for, those that were ever written."""
         return tuple(name for name in self._names if self.record.written(name, start)), ()
 
-    def _move(self, numel: int, here: dict[str, int], values: dict[str, int]) -> None:
+    def _move(self, numel: int, stored: dict[str, int], values: dict[str, int]) -> None:
         for field, to in values.items():
             if field == "master" and self.record.in_files is not None:
-                WIDEN[self._weights.dtype](numel, here["hi"], to)
-            elif field == "master" and all(name in here for name in self._kept_in(field)):
-                self._weights.read_master(numel, here, to)
+                WIDEN[self._weights.dtype](numel, stored["hi"], to)
+            elif field == "master" and all(name in stored for name in self._kept_in(field)):
+                self._weights.read_master(numel, stored, to)
             else:
-                _copy_or_clear(self._nbytes(field, numel), to, here.get(field))
+                _copy_or_clear(self._nbytes(field, numel), to, stored.get(field))
 
 
 class ReadPass(CopyOutPass):
@@ -224,19 +236,19 @@ class ReadPass(CopyOutPass):
     def _nbytes(self, field: str, numel: int) -> int:
         return numel * self.values[field].element_size()
 
-    def _move(self, numel: int, here: dict[str, int], values: dict[str, int]) -> None:
-        super()._move(numel, here, {field: to for field, to in values.items() if field not in ("m", "v")})
+    def _move(self, numel: int, stored: dict[str, int], values: dict[str, int]) -> None:
+        super()._move(numel, stored, {field: to for field, to in values.items() if field not in ("m", "v")})
         state_dtype, asked = self.record.schema.state_dtype, [name for name in ("m", "v") if name in values]
-        if state_dtype == "int8" and asked and "m" in here:
+        if state_dtype == "int8" and asked and "m" in stored:
             unasked = torch.empty(numel, dtype=torch.float32)
             m, v = (values.get(name, unasked.data_ptr()) for name in ("m", "v"))
-            kernels.dequantize(numel, here["m"], here["v"], here["scale"], m, v)
+            kernels.dequantize(numel, stored["m"], stored["v"], stored["scale"], m, v)
             return
         for name in asked:
-            if state_dtype == "bf16" and name in here:
-                kernels.widen(numel, here[name], values[name])
+            if state_dtype == "bf16" and name in stored:
+                kernels.widen(numel, stored[name], values[name])
             else:
-                _copy_or_clear(4 * numel, values[name], here.get(name))
+                _copy_or_clear(4 * numel, values[name], stored.get(name))
 
 
 def _copy_or_clear(nbytes: int, to: int, address: int | None) -> None:
@@ -258,14 +270,14 @@ class CopyInPass(_RangePass):
         """Everything is replaced, padding included."""
         return (), self._names
 
-    def _move(self, numel: int, here: dict[str, int], values: dict[str, int]) -> None:
+    def _move(self, numel: int, stored: dict[str, int], values: dict[str, int]) -> None:
         for name in self._names:
-            clear(self.record, here, name, numel)
+            clear(self.record, stored, name, numel)
         for field, source in values.items():
             if field == "master":
-                self._weights.write_master(numel, source, here)
+                self._weights.write_master(numel, source, stored)
             else:
-                kernels.copy(self._nbytes(field, numel), here[field], source)
+                kernels.copy(self._nbytes(field, numel), stored[field], source)
 
     def done_processing(self) -> None:
         """Drop the buffers."""
@@ -321,44 +333,47 @@ class WritePass(Pass):
         given = {**dict.fromkeys(self.record.schema.weights, "master"), "scale": "m"}
         return {given.get(name, name) for name in self._names}
 
-    def process(self, start: int, stop: int, at: dict[str, int]) -> None:
+    def process(self, start: int, stop: int, addresses: dict[str, int]) -> None:
         """Split, rewrite or copy each parameter's piece."""
         reads, _ = self.reads_and_writes(start, stop)
         for name in self._names:
             if name not in reads:
-                clear(self.record, at, name, stop - start)
+                clear(self.record, addresses, name, stop - start)
         for piece in pieces(self.record.shard, start, stop):
             values = self._values.get(piece.index, {})
             new = {
                 name: tensor.data_ptr() + piece.within * tensor.element_size()
                 for name, tensor in values.items()
             }
-            here = {name: piece_address(self.record, at[name], piece.start, start, name) for name in at}
+            stored = {
+                name: piece_address(self.record, addresses[name], piece.start, start, name)
+                for name in addresses
+            }
             if "master" in new:
-                self._write_master(piece.numel, new["master"], values["master"].dtype, here)
-            self._write_moments(piece.numel, new, here)
+                self._write_master(piece.numel, new["master"], values["master"].dtype, stored)
+            self._write_moments(piece.numel, new, stored)
 
-    def _write_master(self, numel: int, new: int, dtype: torch.dtype, here: dict[str, int]) -> None:
+    def _write_master(self, numel: int, new: int, dtype: torch.dtype, stored: dict[str, int]) -> None:
         weights = WEIGHTS[self.record.schema.dtype]
         if self._rewrite and dtype == weights.dtype:
-            weights.rewrite(numel, new, here)
+            weights.rewrite(numel, new, stored)
         elif dtype == torch.float32:
-            weights.write_master(numel, new, here)
+            weights.write_master(numel, new, stored)
         else:
-            weights.take(numel, new, here)
+            weights.take(numel, new, stored)
 
-    def _write_moments(self, numel: int, new: dict[str, int], here: dict[str, int]) -> None:
+    def _write_moments(self, numel: int, new: dict[str, int], stored: dict[str, int]) -> None:
         state_dtype = self.record.schema.state_dtype
         if state_dtype == "int8" and "m" in new:
-            kernels.quantize(numel, new["m"], new["v"], here["m"], here["v"], here["scale"])
+            kernels.quantize(numel, new["m"], new["v"], stored["m"], stored["v"], stored["scale"])
             return
         for name in ("m", "v"):
             if name not in new:
                 continue
             if state_dtype == "bf16":
-                kernels.narrow(numel, new[name], here[name])
+                kernels.narrow(numel, new[name], stored[name])
             else:
-                kernels.copy(4 * numel, here[name], new[name])
+                kernels.copy(4 * numel, stored[name], new[name])
 
     def done_processing(self) -> None:
         """Drop the tensors."""
@@ -402,12 +417,12 @@ class _WriteOutPass(Pass):
         """Those that were ever written, where they lie."""
         return self._written(start), ()
 
-    def process(self, start: int, stop: int, at: dict[str, int]) -> Sequence[Transfer]:
+    def process(self, start: int, stop: int, addresses: dict[str, int]) -> Sequence[Transfer]:
         """Begin to write them."""
         record = self.record
         return [
             record.write_to(*self._homes[name], name, start, stop, address, record.memory(name))
-            for name, address in at.items()
+            for name, address in addresses.items()
         ]
 
 
@@ -457,5 +472,5 @@ class CheckPass(Pass):
         """The fields of the tile that were ever written."""
         return tuple(name for name in self.record.fields if self.record.written(name, start)), ()
 
-    def process(self, start: int, stop: int, at: dict[str, int]) -> None:
+    def process(self, start: int, stop: int, addresses: dict[str, int]) -> None:
         """Do nothing: the lane has compared the hashes."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 
 from infinity.errors import ConfigError, HostMemoryError
@@ -309,13 +310,10 @@ def least_host_nbytes(outline: Outline, setting: Setting) -> int:
     """Return the smallest host_memory of a machine, in bytes, that Init and AdamW accept: with NVMe what
     moves records at all, without it (to the MiB for each rank) what holds all state and a step's gradients.
     """
-    sizes = _sizes(outline, setting)
-    return setting.local_ranks * (least_budget(sizes.schema) if setting.nvme else _least(sizes, setting))
-
-
-def _least(sizes: _Sizes, setting: Setting) -> int:
-    on_gpu = setting.device_nbytes is not None
-    return least_that(lambda total_nbytes: _holds(sizes, total_nbytes, on_gpu=on_gpu), sizes.schema)
+    sizes, on_gpu = _sizes(outline, setting), setting.device_nbytes is not None
+    if setting.nvme:
+        return setting.local_ranks * least_budget(sizes.schema)
+    return setting.local_ranks * least_that(partial(_holds, sizes, on_gpu=on_gpu), sizes.schema)
 
 
 def _holds(sizes: _Sizes, total_nbytes: int, *, on_gpu: bool) -> bool:

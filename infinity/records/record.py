@@ -114,7 +114,7 @@ class Record:
         self._hashes: dict[str, array[int]] = {}
         self._addresses: dict[str, int] | None = None
         """Those of `fields`, where `addresses_in_host` has found them."""
-        self._in_files: Extent | None = None
+        self._in_files: tuple[CheckpointStore, Extent] | None = None
 
     def __contains__(self, name: str) -> bool:
         return name in self._extents
@@ -202,7 +202,7 @@ class Record:
         """Where `hi`, all that there is of the weights, lies in a checkpoint's files, pinned or not; None for
         a record of its own. See [Note: fields in files].
         """
-        return self._in_files
+        return None if self._in_files is None else self._in_files[1]
 
     def lie_in(self, store: CheckpointStore, ranges: Sequence[FileRange | Packed]) -> None:
         """Let the weights be these ranges, one for each whole parameter, of a checkpoint's files.
@@ -214,7 +214,8 @@ class Record:
             for segment, one in zip(self.shard.segments, ranges, strict=True)
             if segment.numel
         ]
-        self._in_files = self._extents["hi"] = store.lay(parts, self.field_nbytes("hi"))
+        extent = self._extents["hi"] = store.lay(parts, self.field_nbytes("hi"))
+        self._in_files = store, extent
         self._hashes["hi"] = array("Q", [_UNSEEN]) * -(-self.shard.numel // self.span("hi"))
         self._moved()
 
@@ -225,32 +226,36 @@ class Record:
     @property
     def packed_nbytes(self) -> int | None:
         """Bytes of the files that `hi` is, where any of its parameters are packed in them; else None."""
-        if self._in_files is None or not isinstance(self._in_files.store, CheckpointStore):
+        if self._in_files is None:
             return None
-        return self._in_files.store.packed_nbytes(self._in_files)
+        store, extent = self._in_files
+        return store.packed_nbytes(extent)
 
     def tiles_read_at_once(self) -> int | None:
         """Return how many tiles of what is packed in files fill a slot as they are there; all of those that
         are transposed there. None where nothing is packed.
         """
         packed = self.packed_nbytes
-        if packed is None or self._in_files is None or not isinstance(self._in_files.store, CheckpointStore):
+        if packed is None or self._in_files is None:
             return None
-        if self._in_files.store.transposes(self._in_files):
+        store, extent = self._in_files
+        if store.transposes(extent):
             return -(-self.shard.numel // self.tile_numel)
         return max(1, self.schema.slot_nbytes * self.shard.numel // packed)
 
     def keep_packed(self, extent: Extent) -> None:
         """Keep what is packed in files in host memory as it is there: `extent`, of `packed_nbytes`."""
-        if self._in_files is not None and isinstance(self._in_files.store, CheckpointStore):
-            self._in_files.store.keep(self._in_files, extent)
+        if self._in_files is not None:
+            store, packed = self._in_files
+            store.keep(packed, extent)
 
     @property
     def packed_copy(self) -> Extent | None:
         """Where in host memory what is packed in files is kept as it is there; None for nowhere."""
-        if self._in_files is None or not isinstance(self._in_files.store, CheckpointStore):
+        if self._in_files is None:
             return None
-        return self._in_files.store.copy_of(self._in_files)
+        store, extent = self._in_files
+        return store.copy_of(extent)
 
     def make_own(self, store: Store) -> None:
         """Leave the files: give the weights extents in `store`, undefined until they are written; `hi` stays
@@ -270,7 +275,8 @@ class Record:
         if isinstance(store, HostStore) and (target := self.targets.pop("hi", None)) is not None:
             target.store.free(target)  # `hi` is in host memory by itself from now on
         if self._in_files is not None:
-            self._in_files.store.free(self._in_files)
+            files, extent = self._in_files
+            files.free(extent)
         self._in_files = None
         for name, extent in new.items():
             self._extents[name], self._hashes[name] = extent, self.new_hashes(name)
@@ -279,11 +285,12 @@ class Record:
 
     def drop_host_copy(self) -> None:
         """Let go of the copy in host memory of what lies in files."""
-        pinned = self._extents["hi"]
-        if self._in_files is not None and isinstance(self._in_files.store, CheckpointStore):
-            self._in_files.store.forget(self._in_files)
-        if self._in_files is not None and pinned is not self._in_files:
-            self._extents["hi"] = self._in_files
+        if self._in_files is None:
+            return
+        pinned, (store, extent) = self._extents["hi"], self._in_files
+        store.forget(extent)
+        if pinned is not extent:
+            self._extents["hi"] = extent
             self._moved()
             pinned.store.free(pinned)
 
@@ -308,7 +315,7 @@ class Record:
         self._extents[name] = self.targets.pop(name)
         self._moved()
         self.changed_in_host.add(name)
-        if old is not self._in_files:
+        if old is not self.in_files:
             old.store.free(old)
 
     def move(self, name: str, extent: Extent, hashes: array[int]) -> None:
@@ -327,7 +334,7 @@ class Record:
         self._has_tensors, self.on_device = there > 0, 0 < there == len(self.fields)
         self._addresses = None
 
-    def place(self, name: str) -> tuple[Extent, array[int]]:
+    def home(self, name: str) -> tuple[Extent, array[int]]:
         """Return a field's extent and its checksums, as they are now."""
         return self._extents[name], self._hashes[name]
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity import kernels
+from infinity.planning.layout import RecordSchema
 from infinity.storage.memory import view
 
 At = Mapping[str, int]
@@ -138,3 +139,8 @@ WEIGHTS = {
     ),
 }
 """By the name of the compute dtype in Config and RecordSchema."""
+
+
+def compute_dtype(schema: RecordSchema) -> torch.dtype:
+    """Return the type in which parameters compute that are in records of this schema: that of `hi`."""
+    return WEIGHTS[schema.dtype].dtype

@@ -121,45 +121,31 @@ class Meeting:
 
         Raises: RanksError where the ranks' batches differ, with each rank's.
         """
-        group, (rows, tokens) = self._group, _shape(given)
+        rows, tokens = _shape(given)
         self._agree(given, rows, tokens)
-        device = _tokens(given).device
-        positions, padding = given.get("position_ids"), given.get("attention_mask")
-        labels, shifted = given.get("labels"), given.get("shift_labels")
-        told, count = [], given.get("num_items_in_batch")
-        if positions is not None:
-            told.append(positions.expand(rows, -1))
-        if padding is not None:
-            told.append(padding != 0)
-        if labels is not None and shifted is None:
-            told.append(labels[:, :1])
-        if labels is not None:
-            told.append(_count(labels, shifted, count, given.get("ignore_index", IGNORED), group.rank))
-        whole = group.gather(
-            torch.cat([one.detach().to("cpu", torch.float64).reshape(-1) for one in told])
-            if told
-            else torch.empty(0),
-            "tell positions and labels",
-        )
-        parts = list(whole.split([one.numel() for one in told], dim=1))
-        everywhere = None if positions is None else _joined(parts.pop(0), rows).long().to(device)
+        group, device = self._group, _tokens(given).device
+        parts = self._exchange(_told(given, rows, group.rank))
+        positions = _joined(parts["positions"], rows).long().to(device) if "positions" in parts else None
         if positions is None:
             start = group.rank * tokens
             given["position_ids"] = torch.arange(start, start + tokens, device=device).unsqueeze(0)
-        present = None if padding is None else _joined(parts.pop(0), rows).bool().to(device)
-        given["attention_mask"] = (
-            torch.ones(rows, tokens * group.size, dtype=torch.bool, device=device)
-            if present is None
-            else present
-        )
-        if labels is not None and shifted is None:
-            given["shift_labels"] = _shift(labels, parts.pop(0), group.rank)
-        total = parts.pop(0).sum() if labels is not None else None
-        if labels is not None:
+        present = _joined(parts["padding"], rows).bool().to(device) if "padding" in parts else None
+        everything = torch.ones(rows, tokens * group.size, dtype=torch.bool, device=device)
+        given["attention_mask"] = everything if present is None else present
+        if "firsts" in parts:
+            given["shift_labels"] = _shift(given["labels"], parts["firsts"], group.rank)
+        total = parts["count"].sum() if "count" in parts else None
+        if total is not None:
             given["num_items_in_batch"] = 1
-        borders = None if everywhere is None or present is not None else packed(everywhere)
+        borders = None if positions is None or present is not None else packed(positions)
         hidden = None if present is None or bool(present.all()) else present
         return SequenceCall(WholeSequence(rows, tokens, group.size, hidden, borders), total)
+
+    def _exchange(self, told: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what every rank tells, [ranks, elements], by the names of what this one tells."""
+        mine = [one.detach().to("cpu", torch.float64).reshape(-1) for one in told.values()]
+        whole = self._group.gather(torch.cat(mine) if mine else torch.empty(0), "tell positions and labels")
+        return dict(zip(told, whole.split([len(one) for one in mine], dim=1), strict=True))
 
     def _agree(self, given: Mapping[str, Any], rows: int, tokens: int) -> None:
         names = ("position_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch")
@@ -192,6 +178,23 @@ class Meeting:
                 "part? infinity.SequenceParallelLoader splits batches",
                 self._group.size,
             )
+
+
+def _told(given: Mapping[str, Any], rows: int, rank: int) -> dict[str, torch.Tensor]:
+    """Return what the other ranks need to know of the arguments of this one."""
+    told = {}
+    positions, padding = given.get("position_ids"), given.get("attention_mask")
+    labels, shifted = given.get("labels"), given.get("shift_labels")
+    if positions is not None:
+        told["positions"] = positions.expand(rows, -1)
+    if padding is not None:
+        told["padding"] = padding != 0
+    if labels is not None and shifted is None:
+        told["firsts"] = labels[:, :1]
+    if labels is not None:
+        count, ignored = given.get("num_items_in_batch"), given.get("ignore_index", IGNORED)
+        told["count"] = _count(labels, shifted, count, ignored, rank)
+    return told
 
 
 def _digest(*tensors: torch.Tensor | None) -> int:

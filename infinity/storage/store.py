@@ -1,4 +1,4 @@
-"""Extents, their transfers, and the store of extents in host memory."""
+"""Extents, their transfers, and the stores they are of: on disk, in host memory, on an accelerator."""
 
 from __future__ import annotations
 

@@ -15,11 +15,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
+
+from infinity.units.changes import Changes
 
 DATA: Any = torch.Tensor.data
 """The attribute `data` of torch, past every guard: DATA.__get__(tensor), DATA.__set__(tensor, values)."""
@@ -28,34 +30,24 @@ DATA: Any = torch.Tensor.data
 _CHECKPOINT = "torch.utils.checkpoint"
 
 
-class ChangeWatcher(Protocol):
-    """Finds or refuses the changes of parameters: their unit's Changes."""
-
-    def watch(self, parameter: nn.Parameter) -> None:
-        """Compare the content of `parameter` when it is released: its memory is handed out."""
-
-    def assign(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
-        """Allow `parameter.data = values`, or raise UnsupportedError."""
+_changes: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-_keepers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+def set_changes(parameter: nn.Parameter, changes: Changes) -> None:
+    """Register what finds the changes of `parameter`. Held weakly on both sides."""
+    _changes[parameter] = weakref.ref(changes)
 
 
-def set_keeper(parameter: nn.Parameter, keeper: ChangeWatcher) -> None:
-    """Register the watcher of `parameter`. Held weakly on both sides."""
-    _keepers[parameter] = weakref.ref(keeper)
-
-
-def _keeper_of(parameter: nn.Parameter) -> ChangeWatcher | None:
-    reference = _keepers.get(parameter)
-    keeper: ChangeWatcher | None = reference() if reference is not None else None
-    return keeper
+def _changes_of(parameter: nn.Parameter) -> Changes | None:
+    reference = _changes.get(parameter)
+    changes: Changes | None = reference() if reference is not None else None
+    return changes
 
 
 def _watch(parameter: nn.Parameter) -> None:
-    keeper = _keeper_of(parameter)
-    if keeper is not None:
-        keeper.watch(parameter)
+    changes = _changes_of(parameter)
+    if changes is not None:
+        changes.watch(parameter)
 
 
 class Attached(nn.Parameter):
@@ -70,9 +62,9 @@ class Attached(nn.Parameter):
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        keeper = _keeper_of(self)
-        if keeper is not None and not self.is_set_to(values):
-            keeper.assign(self, values)
+        changes = _changes_of(self)
+        if changes is not None and not self.is_set_to(values):
+            changes.assign(self, values)
         DATA.__set__(self, values)
 
     def detach(self) -> torch.Tensor:

@@ -22,7 +22,7 @@ from infinity.lane.passes import ReadPass
 from infinity.records.record import Record
 from infinity.records.tensor_steps import Scratch, make_step, square_sum
 from infinity.records.updates import Update
-from infinity.records.weights import WEIGHTS
+from infinity.records.weights import compute_dtype
 from infinity.storage.store import Extent, TensorStore
 from infinity.timeline import Timeline
 from infinity.units.unit import Unit
@@ -127,7 +127,7 @@ class DeviceUpdates:
             update.arriving.wait()
             return self._device.bring(update.tensor)
         record = unit.record
-        dtype = torch.float32 if update.field == "grad32" else WEIGHTS[record.schema.dtype].dtype
+        dtype = torch.float32 if update.field == "grad32" else compute_dtype(record.schema)
         values = torch.empty(record.shard.segments[index].numel, dtype=dtype)
         job = ReadPass(record, index, record.tile_numel, {str(update.field): values})
         self._lane.submit(job, urgent=True)
@@ -155,4 +155,4 @@ def bring_down(unit: Unit, device: Device) -> None:
 
 def _dtypes(record: Record) -> dict[str, torch.dtype]:
     """Return the types of a record's fields."""
-    return {name: _STATE_DTYPES.get(name, WEIGHTS[record.schema.dtype].dtype) for name in record.fields}
+    return {name: _STATE_DTYPES.get(name, compute_dtype(record.schema)) for name in record.fields}

@@ -140,7 +140,7 @@ class Pins:
         below = [unit for unit in records if not unit.record.on_device]
         if moves:  # those that were in use when it was decided
             placed = set(records)
-            self._tier.lower([unit for unit in self._units if unit not in placed], self._home)
+            self._tier.lower([unit for unit in self._units if unit not in placed], self._allocate_below)
         self._tier.lodge([unit for unit in there if unit not in set(records)], records, moves=moves)
         if self._nvme is self._host:  # the way back is kept free
             for unit in below:
@@ -226,7 +226,7 @@ class Pins:
         self._placement = MappingProxyType({**fixed, **revision.placement})
         if self._tier is not None:
             down = dict.fromkeys(move.unit for move in revision.moves if move.source == "device")
-            self._tier.lower([self._units[unit] for unit in down], self._home)
+            self._tier.lower([self._units[unit] for unit in down], self._allocate_below)
         self._leave([move for move in revision.moves if move.source == "host"])
         self.revisions += 1
         for move in revision.moves:
@@ -255,7 +255,7 @@ class Pins:
         packed = record.packed_nbytes if name == "hi" and self._packs else None
         return None if packed is None else round_up(packed, BLOCK)
 
-    def _home(self, unit: Unit, name: str) -> Extent:
+    def _allocate_below(self, unit: Unit, name: str) -> Extent:
         """Return the place of a field that leaves the device: on NVMe, or in the host memory that was kept
         free.
         """
@@ -294,7 +294,7 @@ class Pins:
         gone = {unit.index for unit in units}
         placed = {key: tier for key, tier in self._placement.items() if key[0] not in gone}
         self._placement = MappingProxyType(placed)
-        self._tier.lower(units, self._home)
+        self._tier.lower(units, self._allocate_below)
 
     def empty_device(self) -> None:
         """Take all that lives on the device off it, for good: it has run out of memory. Called outside of

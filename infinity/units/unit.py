@@ -34,16 +34,16 @@ from infinity.planning.layout import FlatLayout
 from infinity.planning.residence import Residence
 from infinity.records.record import Record
 from infinity.records.updates import PendingUpdates
-from infinity.records.weights import WEIGHTS
-from infinity.units.attached import Attached, set_keeper
+from infinity.records.weights import compute_dtype
+from infinity.units.attached import Attached, set_changes
 from infinity.units.changes import Changes
 from infinity.units.released import placeholder, release, restore
 
 logger = logging.getLogger("infinity")
 
 
-class _Home(NamedTuple):
-    """Where a unit becomes resident, from `open` on."""
+class _Opened(NamedTuple):
+    """What `open` has told a unit: where it becomes resident."""
 
     blocks: Blocks
     by_storage: dict[int, Unit]
@@ -64,11 +64,11 @@ class Unit:
         self.parameters = parameters
         self.record = record
         self.base = base
-        self.flat = torch.empty(0, dtype=WEIGHTS[record.schema.dtype].dtype)
+        self.flat = torch.empty(0, dtype=compute_dtype(record.schema))
         """`hi` in the memory that computes, while the unit is resident; else without elements."""
         self.storage_key = int(self.flat.untyped_storage()._cdata)
         """Identifies the storage: any tensor that shares it shows the same number."""
-        self._home: _Home
+        self._opened: _Opened
         self._memory: mmap | torch.Tensor | None = None
         """The memory of the record that `flat` lies in; None where it is a block."""
         self._views: list[torch.Tensor] = []
@@ -134,20 +134,20 @@ class Unit:
             placeholders = [
                 placeholder(segment.shape, self.flat.dtype, device) for segment in self.layout.segments
             ]
-        self._home = _Home(blocks, by_storage, placeholders, in_place)
+        self._opened = _Opened(blocks, by_storage, placeholders, in_place)
         for parameter, stand_in in zip(self.parameters, placeholders, strict=True):
             release(parameter, stand_in)
-            set_keeper(parameter, self.changes)
+            set_changes(parameter, self.changes)
 
     @property
     def in_place(self) -> bool:
         """Whether the unit is always where it computes: being resident takes no memory and no transfer."""
-        return (self._home.in_place and self.record.in_host("hi")) or self.record.on_device
+        return (self._opened.in_place and self.record.in_host("hi")) or self.record.on_device
 
     @property
     def comes_in_place(self) -> bool:
         """Whether the next fetch puts `hi` where it computes, to stay."""
-        return self._home.in_place and "hi" in self.record.targets
+        return self._opened.in_place and "hi" in self.record.targets
 
     @property
     def window_nbytes(self) -> int:
@@ -158,7 +158,7 @@ class Unit:
         """Give the unit memory: with its values, if `in_place`, else undefined."""
         memory = self._place_of_hi()
         if memory is None:
-            self._bind(self._home.blocks.take(self.layout.numel, self.flat.dtype), None)
+            self._bind(self._opened.blocks.take(self.layout.numel, self.flat.dtype), None)
         elif memory is not self._memory:
             self._bind(wrap(memory, self.layout.numel, self.flat.dtype), memory)
         if self.record.on_device:
@@ -168,12 +168,12 @@ class Unit:
         """Return the memory of `hi` in which the unit is resident, to stay; None where there is none."""
         if self.record.on_device:
             return self.record.tensor("hi")
-        return self.record.memory("hi") if self._home.in_place else None
+        return self.record.memory("hi") if self._opened.in_place else None
 
     def make_private(self) -> None:
         """Move a resident unit to memory of its own, where changes do not change the record."""
         if self._memory is not None:
-            flat = self._home.blocks.take(self.layout.numel, self.flat.dtype)
+            flat = self._opened.blocks.take(self.layout.numel, self.flat.dtype)
             flat.copy_(self.flat)
             if self._pinned and self._is_shared():
                 self.record.give_new_memory("hi")
@@ -189,9 +189,9 @@ class Unit:
             self.record.give_new_memory("hi")
             self.allocate()
         else:
-            flat = self._home.blocks.take(self.layout.numel, self.flat.dtype)
+            flat = self._opened.blocks.take(self.layout.numel, self.flat.dtype)
             flat.copy_(self.flat)
-            self._home.blocks.leaving(self.flat)
+            self._opened.blocks.leaving(self.flat)
             self._bind(flat, None)
 
     def lend_to(self, job: UpdatePass) -> None:
@@ -226,11 +226,11 @@ class Unit:
         with torch.inference_mode(mode=False), torch.no_grad():
             self._views = [flat[one.start : one.stop].view(one.shape) for one in self.layout.segments]
         self._own_shares = self.shares()
-        self._home.by_storage[self.storage_key] = self
+        self._opened.by_storage[self.storage_key] = self
 
     def unbind(self) -> None:
         """Drop the references to the memory."""
-        self._home.by_storage.pop(self.storage_key, None)
+        self._opened.by_storage.pop(self.storage_key, None)
         self.flat = torch.empty(0, dtype=self.flat.dtype)
         self.storage_key = int(self.flat.untyped_storage()._cdata)
         self._memory = None
@@ -248,7 +248,7 @@ class Unit:
         if pinned:
             self.record.give_new_memory("hi")
         elif self._memory is None:
-            self._home.blocks.leaving(self.flat)
+            self._opened.blocks.leaving(self.flat)
         self.unbind()
 
     def shares(self) -> int:
@@ -283,7 +283,7 @@ class Unit:
         saved = self.saved()
         self.attached = self.aside = False  # first: after an interrupt here all of them are attached again
         self.changes.end()
-        for parameter, stand_in in zip(self.parameters, self._home.placeholders, strict=True):
+        for parameter, stand_in in zip(self.parameters, self._opened.placeholders, strict=True):
             release(parameter, stand_in)
         if self._abandoned:
             self._abandoned = [storage for storage in self._abandoned if not storage.expired()]

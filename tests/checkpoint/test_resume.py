@@ -266,7 +266,7 @@ def places(run, name, field):
     """Where the two sides of a field lie, and which is live."""
     unit = next(unit for unit in run.engine.units if unit.name == name)
     durable = run.engine.durable
-    extent, _ = durable.homes.place(unit.record, field)
+    extent, _ = durable.homes.home(unit.record, field)
     (one, other), runs = durable.store.describe(extent)
     return (one, other) if runs[0][1] == 0 else (other, one)
 

@@ -154,7 +154,7 @@ def nbytes_of(setup, name):
 def test_an_update_of_what_came_back_damaged_is_refused_and_not_written(made, schema):
     setup = made(schema)
     setup.pend([0])
-    setup.disk.data[setup.record.place("lo")[0].offset + 100] ^= 1
+    setup.disk.data[setup.record.home("lo")[0].offset + 100] ^= 1
     before = bytes(setup.disk.data)
     with pytest.raises(CorruptionError, match=r"layers\.3\.lo: the 8192 bytes read from fake disk"):
         setup.update()
@@ -202,7 +202,7 @@ def test_a_finished_fetch_holds_neither_memory_nor_gradients(made):
     setup = made()
     setup.pend([0, 1, 2])
     job = setup.fetch()
-    assert job.keeps is None
+    assert job.own_memory is None
     assert job.updates == {}
     assert setup.unit.pending == {}
 

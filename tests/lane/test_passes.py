@@ -256,9 +256,9 @@ def test_the_squares_of_what_is_stored_are_summed_over_all_tiles(setup, target):
     setup.spill(parts, target=target)
     for index in (0, 2):
         exact = float(new[index].double().square().sum())
-        assert math.isclose(parts[index].square_sum, exact, rel_tol=1e-12)
-    assert parts[1].square_sum == 0, "nobody asked for it"
-    assert all(part.finite for part in parts.values())
+        assert math.isclose(parts[index].square_sum.value, exact, rel_tol=1e-12)
+    assert parts[1].square_sum.value == 0, "nobody asked for it"
+    assert all(part.square_sum.finite for part in parts.values())
 
 
 def test_the_sum_that_is_stored_is_what_is_measured(setup):
@@ -267,7 +267,7 @@ def test_the_sum_that_is_stored_is_what_is_measured(setup):
     part = SpillPart(new[0], add=True, measure=True)
     setup.spill({0: part}, source="grad16", target="grad32")
     exact = float((old[0].float() + new[0].float()).double().square().sum())
-    assert math.isclose(part.square_sum, exact, rel_tol=1e-12)
+    assert math.isclose(part.square_sum.value, exact, rel_tol=1e-12)
 
 
 @pytest.mark.parametrize("place", [0, 4999])
@@ -275,7 +275,7 @@ def test_a_gradient_that_is_infinite_in_any_tile_is_seen(setup, place):
     new = gradients()
     new[0][place] = float("inf")
     parts = setup.spill({index: SpillPart(one, measure=True) for index, one in new.items()})
-    assert [part.finite for part in parts.values()] == [False, True, True]
+    assert [part.square_sum.finite for part in parts.values()] == [False, True, True]
 
 
 class Arriving:
@@ -311,7 +311,7 @@ def test_who_spills_gets_the_measured_parts_when_the_tensors_may_go(setup):
     job.give_parts_to(found.append)
     setup.run(job)
     assert found == [parts]
-    assert found[0][1].square_sum == 3
+    assert found[0][1].square_sum.value == 3
     assert job._parts == {}
 
 

@@ -111,7 +111,7 @@ def test_ranges_are_copied_out_as_they_were_copied_in(setup):
 
 def test_a_block_that_came_back_wrong_is_refused_by_name(setup):
     setup.write(*ALL)
-    extent, _ = setup.record.place("scale")
+    extent, _ = setup.record.home("scale")
     setup.disk.data[extent.offset + BLOCK + 5] ^= 1
     with pytest.raises(CorruptionError, match=rf"layers\.3\.scale: the {BLOCK} bytes read from fake disk"):
         setup.read(0)

@@ -18,6 +18,7 @@ from places import ROOT
 
 ALONE = {"aio": set(), "kernels": set(), "tiling": {"kernels"}}
 """Packages that import nothing of ours but these: each would be of use without the rest."""
+FLOORS = 13
 TOP = {"infinity", "infinity.__main__"}
 """What users import and run: they may import anything, and nothing but measurements imports them."""
 PURE = ("infinity.planning.", "infinity.errors", "infinity.sizes")
@@ -98,6 +99,18 @@ def test_imports_go_down_the_packages() -> None:
         and (why := complaint(package(module), package(name) if name not in TOP else "bench"))
     ]
     assert wrong == []
+
+
+def test_the_packages_stand_on_thirteen_floors_at_most() -> None:
+    """On how many packages, one upon the other, does one stand? Who reads the last has to know that many."""
+    needs = {name: set[str]() for name in PACKAGES[1:]}
+    for module in files():
+        if package(module):
+            needs[package(module)] |= {package(other) for other in ours(module)} - {"", package(module)}
+    floors: dict[str, int] = {}
+    for name in PACKAGES[1:]:
+        floors[name] = 1 + max((floors[other] for other in needs[name]), default=0)
+    assert max(floors.values()) <= FLOORS, floors
 
 
 def test_no_two_files_reach_each_other() -> None:

@@ -20,7 +20,7 @@ class NoWaitForUploads(AcceleratorDevice):
     """Kernels do not wait for uploads."""
 
     def arrived(self, flat=None):
-        residence = None if flat is None else self._residences.get(flat)
+        residence = None if flat is None else self._events_of.get(flat)
         if residence is not None and residence.uploaded is None:
             super().arrived(flat)
 
@@ -30,14 +30,14 @@ class NoWaitForMemory(AcceleratorDevice):
 
     def allocated(self, flat):
         super().allocated(flat)
-        self._residences[flat].free = torch.Event(self.torch_device)
+        self._events_of[flat].free = torch.Event(self.torch_device)
 
 
 class GathersDoNotWait(AcceleratorDevice):
     """A gather into memory that nothing was uploaded to does not wait for kernels that still use it."""
 
     def arrived(self, flat=None):
-        residence = None if flat is None else self._residences.get(flat)
+        residence = None if flat is None else self._events_of.get(flat)
         if residence is None or residence.uploaded is not None:
             super().arrived(flat)
 
@@ -46,7 +46,7 @@ class LeavesAtOnce(AcceleratorDevice):
     """Memory is freed while unused uploads still write to it."""
 
     def leaving(self, flat):
-        self._residences.pop(flat, None)
+        self._events_of.pop(flat, None)
 
 
 class DownloadsAreRead(AcceleratorDevice):

@@ -96,7 +96,7 @@ def test_every_bit_of_a_records_fields_is_watched(folder):
     path = next((folder / "infinity-run" / "rank0").glob("state-*"))
     for field in ("hi", "lo", "m", "v"):
         assert not record.in_host(field)
-        extent, _ = durable.homes.place(record, field)
+        extent, _ = durable.homes.home(record, field)
         sides, runs = durable.store.describe(extent)
         ((_, side),) = runs
         offset, nbytes = sides[side]

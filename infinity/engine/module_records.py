@@ -1,0 +1,86 @@
+"""Which records the modules of finished models use, and which of them are routed or chosen by the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from infinity.engine.built_parameter import BuiltParameter
+from infinity.records.record import Record
+from infinity.records.weights import compute_dtype
+from infinity.tiling import Routed
+from infinity.units.released import placeholder
+
+
+def name_records(
+    named: list[tuple[str, nn.Module]],
+    entry_of: Callable[[nn.Parameter | None], BuiltParameter | None],
+    dtype: str,
+) -> tuple[dict[Record, list[nn.Parameter]], dict[int, list[Record]]]:
+    """Name the records of the models; return the parameters in each, in the order of its segments, and the
+    records that each module uses, by the module's id().
+
+    entry_of: returns what is known of a parameter. dtype: what records compute in, unless their names say
+    otherwise.
+    """
+    names: dict[int, str] = {}
+    units: dict[Record, list[nn.Parameter]] = {}
+    units_of: dict[int, list[Record]] = {}
+    for prefix, module in named:
+        for name, parameter in module._parameters.items():
+            names.setdefault(id(parameter), f"{prefix}.{name}" if prefix else name)
+            entry = entry_of(parameter)
+            if parameter is None or entry is None or entry.record is None:
+                continue
+            record = entry.record
+            if record not in units:
+                other = "" if record.schema.dtype == dtype else f" ({record.schema.dtype})"
+                record.name_unit(f"{prefix or type(module).__name__}{other}")
+                units[record] = _holes(record)
+            units[record][entry.index] = parameter
+            units_of.setdefault(id(module), []).append(record)
+    for record, parameters in units.items():
+        record.rename([names.get(id(parameter), "(replaced)") for parameter in parameters])
+    return units, units_of
+
+
+def routed_records(named: list[tuple[str, nn.Module]], units_of: dict[int, list[Record]]) -> list[Record]:
+    """Return the records that tiles of `Routed` modules use, and no other module."""
+    tiles = {id(tile) for _, module in named if isinstance(module, Routed) for tile in module.tiles}
+    others = {one for module, records in units_of.items() if module not in tiles for one in records}
+    return [
+        one
+        for one in dict.fromkeys(one for tile in tiles for one in units_of.get(tile, ()))
+        if one not in others
+    ]
+
+
+def chosen_records(named: list[tuple[str, nn.Module]], units_of: dict[int, list[Record]]) -> list[Record]:
+    """Return the records of experts that are modules of their own: those below a ModuleList or ModuleDict
+    that is called after experts, and used by no module elsewhere.
+    """
+    lists = [
+        module
+        for name, module in named
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and "expert" in name.rpartition(".")[2].lower()
+    ]
+    below = {id(part) for module in lists if len(module) > 1 for part in module.modules()}
+    others = {one for module, records in units_of.items() if module not in below for one in records}
+    found = dict.fromkeys(one for module in below for one in units_of.get(module, ()))
+    return [one for one in found if one not in others]
+
+
+def _holes(record: Record) -> list[nn.Parameter]:
+    """Return parameters, never trained, for those of a record that were replaced since."""
+    return [
+        nn.Parameter(placeholder(segment.shape, compute_dtype(record.schema), "cpu"), requires_grad=False)
+        for segment in record.shard.segments
+    ]
+
+
+def named_modules(roots: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Return all modules with their names; the names of several models begin with the model's class."""
+    for number, root in enumerate(roots):
+        prefix = f"{type(root).__name__}{number}" if len(roots) > 1 else ""
+        yield from root.named_modules(prefix=prefix)
