@@ -1,8 +1,8 @@
 """Batch tiles for generation: each block computes some sequences at a time, on weights fetched once.
 
 [Note: tiles of a batch]
-A forward without gradients reads the weights once, whatever the batch; but what a block needs of memory beside
-them grows with it: its activations, and the keys and values that its attention works with. So a block runs
+A forward without gradients reads the weights once, whatever the batch; but what a block needs of memory
+beside them grows with it: its activations, and the keys and values that its attention works with. So a block runs
 over tiles of a few sequences, one after another, while its weights stay resident, and the cache keeps the
 keys and values of each tile apart: those of the whole batch are never made into one tensor. A block's input
 and result, and the logits of the last tokens, are whole. Each sequence gets the bits that it has in a batch
@@ -64,7 +64,7 @@ def tile_generation_(
     for module in found.values():
         before = module.__dict__.get("forward", module.forward)
         before = before.forward if isinstance(before, SequenceTiles) else before
-        module.forward = SequenceTiles(module, before, sequences)  # type: ignore[assignment]
+        module.forward = SequenceTiles(module, before, sequences)
     return list(found)
 
 
@@ -96,10 +96,11 @@ class SequenceTiles(InSlices):
     @property
     def untiled(self) -> Callable[..., Any]:
         """The module's own forward."""
-        forward = self.forward
+        forward: Any = self.forward
         while isinstance(forward, InSlices):
             forward = forward.forward
-        return forward
+        untiled: Callable[..., Any] = forward
+        return untiled
 
 
 def _cut(leaf: Any, batch: int, start: int, stop: int) -> Any:
@@ -300,7 +301,8 @@ def _layer_in_tiles(layer: Any, tiles: CacheTiles) -> Any:
         )
     if layer.is_initialized:
         raise UnsupportedError(
-            "tile_generation_: the cache holds keys and values of a whole batch already. Begin with a new one."
+            "tile_generation_: the cache holds keys and values of a whole batch already. Begin with a new "
+            "one."
         )
     count = len(tiles.sizes)
     own = isinstance(layer, StoredLayer)

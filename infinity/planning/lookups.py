@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from infinity.planning.budget import divide, least_budget
 from infinity.planning.demand import Setting
-from infinity.planning.layout import Format
+from infinity.planning.layout import RecordSchema
 from infinity.planning.outline import Outline, UnitOutline
 from infinity.planning.tile_size import rows_of_block
 
@@ -26,7 +26,7 @@ def in_blocks_of_rows(outline: Outline, setting: Setting) -> Outline:
     """
     if not is_cut(outline, setting):
         return outline
-    width = Format(setting.state_dtype, setting.dtype).width
+    width = RecordSchema(setting.state_dtype, setting.dtype).width
     users = Counter(unit for stage in outline.stages for unit in stage.units)
     tokens = setting.method.tokens * setting.micro_batches * setting.ranks
     parts: list[UnitOutline] = []
@@ -45,13 +45,13 @@ def is_cut(outline: Outline, setting: Setting) -> bool:
     """Whether Init cuts large embeddings at this setting: with moments in fp32, and where host_memory does
     not hold the whole model.
     """
-    form = Format(setting.state_dtype, setting.dtype)
-    if not setting.nvme or setting.state_dtype != "fp32" or setting.rank_host_nbytes < least_budget(form):
+    schema = RecordSchema(setting.state_dtype, setting.dtype)
+    if not setting.nvme or setting.state_dtype != "fp32" or setting.rank_host_nbytes < least_budget(schema):
         return False
     kept = divide(
-        setting.rank_host_nbytes, form=form, on_device=setting.device_nbytes is not None
+        setting.rank_host_nbytes, schema=schema, on_device=setting.device_nbytes is not None
     ).kept_nbytes
-    return outline.parameters * form.slot_nbytes > kept
+    return outline.parameters * schema.slot_nbytes > kept
 
 
 def used_blocks(blocks: int, tokens: int) -> int:
