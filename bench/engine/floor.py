@@ -25,7 +25,7 @@ from infinity.aio.measure import MIXED, READ, WRITE, RequestStream, move
 from infinity.bench.aio.fio import FILE, Bandwidth, Fio, mean, read_percent
 from infinity.bench.engine.runs import Measured
 from infinity.bench.places import file_nbytes
-from infinity.bench.planning.pace import Cores
+from infinity.bench.planning.cores import Cores
 from infinity.sizes import format_size
 from infinity.storage import disk_speed as disk
 

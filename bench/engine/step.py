@@ -36,7 +36,7 @@ from infinity.bench.engine.runs import (
     parameter_count,
 )
 from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, report
-from infinity.bench.planning import pace
+from infinity.bench.planning import cores
 from infinity.bench.targets import Target
 from infinity.errors import ConfigError
 from infinity.sizes import format_size
@@ -160,9 +160,9 @@ def one_run(
         if case.kind == "forward_backward":
             return Round(result, result.seconds)
         return Round(result, _computing(found, case))
-    cores, before = _cores(found, case), gauge.measure(mix(found[case]))
+    speed, before = _cores(found, case), gauge.measure(mix(found[case]))
     result = measure(OWN, case.kind, model, folder, settings)
-    one = Round(result, _computing(found, case), before, cores=cores)
+    one = Round(result, _computing(found, case), before, cores=speed)
     return replace(one, after=gauge.measure(mix([one])))
 
 
@@ -171,7 +171,7 @@ def _computing(found: Found, case: Case) -> float:
     return found[Case("forward_backward", case.tokens)][-1].run.seconds
 
 
-def _cores(found: Found, case: Case) -> pace.Cores | None:
+def _cores(found: Found, case: Case) -> cores.Cores | None:
     """Measure the cores, with this round's figures of computing beside updates; None if that was not run."""
     if Case("beside_updates", case.tokens) not in found:
         return None
@@ -179,7 +179,7 @@ def _cores(found: Found, case: Case) -> pace.Cores | None:
     computing = min(1.0, beside.compute_s / beside.run.seconds)
     seen = {name: beside.run.engine[name] for name in ("request_s", "asking", "computing_asked", "use_s")}
     working = min(1.0, beside.run.engine["working"])
-    return replace(pace.cores(case.state_dtype), computing=computing, working=working, **seen)
+    return replace(cores.cores(case.state_dtype), computing=computing, working=working, **seen)
 
 
 # What was found

@@ -25,7 +25,7 @@ import xxhash
 from rich.console import Console
 
 from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, gb_per_s, report
-from infinity.bench.planning.pace import best
+from infinity.bench.planning.cores import best
 from infinity.errors import ConfigError
 
 SIZES = (16 << 10, 1 << 20, 64 << 20)

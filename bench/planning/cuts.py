@@ -93,7 +93,8 @@ def _slices(part: UnitOutline, tokens: int) -> Sequence[UnitOutline]:
     units = min(used, _TOGETHER)
     sizes = [used * (number + 1) // units - used * number // units for number in range(units)]
     active = min(part.active * experts / used, 1.0)
-    slices = [_some(part, f"experts.{number}", size, active) for number, size in enumerate(sizes)]
+    shared = replace(part, share=used / experts)
+    slices = [_some(shared, f"experts.{number}", size, active) for number, size in enumerate(sizes)]
     if used < experts:
         slices.append(replace(_some(part, "idle experts", experts - used, 0.0), idle=True))
     return slices
@@ -145,5 +146,6 @@ def _pieces(part: UnitOutline, above_nbytes: int) -> Sequence[UnitOutline]:
         if len(part.shapes) > 1 and wide.start == 0:
             shapes += ((high.stop - high.start,),)
         attention = part.attention if number == 0 else 0
-        pieces.append(replace(part, name=f"{part.name}.tiles.{number}", shapes=shapes, attention=attention))
+        name = f"{part.name}.tiles.{number}"
+        pieces.append(replace(part, name=name, shapes=shapes, attention=attention, in_tiles=True))
     return pieces

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from infinity.bench.engine.runs import SHAPES
 from infinity.bench.findings import Column, Findings
-from infinity.bench.planning.pace import Cores
+from infinity.bench.planning.cores import Cores
 from infinity.bench.planning.sketch import outline_of_shape
 from infinity.bench.targets import Target
 from infinity.errors import ConfigError

@@ -1,23 +1,15 @@
-"""Measures this machine's speed for `infinity plan`: computing a model's blocks, updates, hashes and copies.
-Each takes well under a second, except computing.
-"""
+"""Measures how fast this machine computes a model's blocks, for `infinity plan`; its cores beside that: cores."""
 
 from __future__ import annotations
 
-import math
-import os
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-import xxhash
 from torch import nn
 
-from infinity import kernels
+from infinity.bench.planning.cores import best
 from infinity.bench.planning.meta import first_line, from_config, outline_of_model
 from infinity.bench.planning.planned import flops
 from infinity.cli.presets import PRESETS, llama, recompute_blocks
@@ -34,8 +26,6 @@ _TOKENS_LEAST = 32
 """With fewer tokens a matrix product is bound by memory, and does not scale to more tokens."""
 
 _GIVE = "Give --compute TFLOPS (per rank, as reached in training), or --compute-seconds."
-_ELEMENTS = 1 << 22
-_REPEATS = 5
 
 
 def compute_seconds(name: str, outline: Outline, tokens: int, sequence: int) -> float:
@@ -99,73 +89,3 @@ def _real(model: nn.Module) -> Any:
     real.train()
     recompute_blocks(real)
     return real
-
-
-def best(call: Callable[[], object], repeats: int = _REPEATS) -> float:
-    """Return the seconds of the fastest of some calls: other processes can only slow a call down."""
-    fastest = math.inf
-    for _ in range(repeats):
-        began = time.perf_counter()
-        call()
-        fastest = min(fastest, time.perf_counter() - began)
-    return fastest
-
-
-@dataclass(frozen=True, slots=True)
-class Cores:
-    """The speed of this machine's cores beside computing; see simulator.Rates."""
-
-    update: float
-    checked: float
-    copied: float
-    shared: bool
-    computing: float = 0.5
-    working: float = 0.5
-    request_s: float = 0.0
-    asking: float = 0.5
-    computing_asked: float = 0.5
-    use_s: float = 0.0
-
-
-def cores(state_dtype: str) -> Cores:
-    """Measure the cores for a dtype of moments, with the threads of training; takes a second."""
-    return Cores(update_rate(state_dtype), hash_rate(), copy_rate(), shares_cores())
-
-
-def update_rate(state_dtype: str) -> float:
-    """Return the elements per second of the update's kernel."""
-    n = _ELEMENTS
-    widths = {"fp32": 4, "bf16": 2, "int8": 1}
-    half = [torch.full((n,), 0.5, dtype=torch.bfloat16) for _ in range(3)]  # subnormal numbers take longer
-    moments = [torch.zeros(n * widths[state_dtype], dtype=torch.int8) for _ in range(2)]
-    scales = torch.zeros(2 * n // kernels.STATE_BLOCK)
-    hi, lo, gradient = (one.data_ptr() for one in half)
-    m, v = (one.data_ptr() for one in moments)
-    scalars = kernels.AdamWScalars(1e-4, 0.9, 0.999, 1e-8, 0.01, 1)
-
-    def step() -> None:
-        if state_dtype == "fp32":
-            kernels.adamw(n, hi, lo, m, v, gradient, "bf16", scalars)
-        elif state_dtype == "bf16":
-            kernels.adamw_bf16(n, hi, lo, m, v, gradient, "bf16", scalars, 0, 0)
-        else:
-            kernels.adamw_int8(n, hi, lo, m, v, scales.data_ptr(), gradient, "bf16", scalars, 0, 0)
-
-    return n / best(step)
-
-
-def hash_rate() -> float:
-    """Return the bytes per second of hashing records."""
-    content = torch.ones(16 * _ELEMENTS, dtype=torch.int8).numpy().data  # larger than any cache
-    return content.nbytes / best(lambda: xxhash.xxh3_64_intdigest(content))
-
-
-def copy_rate() -> float:
-    """Return the bytes per second of copying in memory."""
-    source, target = (torch.ones(4 * _ELEMENTS, dtype=torch.int8) for _ in range(2))
-    return source.numel() / best(lambda: kernels.copy(source.numel(), target.data_ptr(), source.data_ptr()))
-
-
-def shares_cores() -> bool:
-    """Whether updates run on the cores that compute, because torch's threads leave none free."""
-    return torch.get_num_threads() >= len(os.sched_getaffinity(0))

@@ -24,7 +24,7 @@ from rich.console import Console
 from infinity.bench.arguments import positive, some_size
 from infinity.bench.findings import add_outputs, check_outputs, report
 from infinity.bench.places import check_folder
-from infinity.bench.planning import cuts, outlook
+from infinity.bench.planning import cores, cuts, outlook
 from infinity.bench.planning.planned import Planned, Question, answer, flops
 from infinity.bench.planning.process import process_memory
 from infinity.bench.planning.sketch import outline_of
@@ -421,11 +421,9 @@ def _rates(options: argparse.Namespace, disk: Disk | None) -> Rates | None:
 
 def _kernels(options: argparse.Namespace) -> Rates:
     """Return the rates of this machine's cores."""
-    from infinity.bench.planning import pace  # needs torch
-
-    cores = pace.cores(options.state_dtype)
-    update = options.update_rate * 1e9 if options.update_rate else cores.update
-    return Rates(Disk(1.0, 1.0, 1.0), update, cores.checked, cores.copied, shared=cores.shared)
+    found = cores.cores(options.state_dtype)
+    update = options.update_rate * 1e9 if options.update_rate else found.update
+    return Rates(Disk(1.0, 1.0, 1.0), update, found.checked, found.copied, shared=found.shared)
 
 
 def _seconds(options: argparse.Namespace, outline: Outline, console: Console) -> float | None:

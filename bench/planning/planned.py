@@ -11,6 +11,7 @@ from infinity.planning.activations import Method
 from infinity.planning.capacity import CONTEXT_NBYTES, Capacity, Need, needs
 from infinity.planning.demand import Demand, Setting, demand, least_host_nbytes
 from infinity.planning.forecast import Forecast, forecast
+from infinity.planning.lookups import in_blocks_of_rows
 from infinity.planning.outline import Outline, timed
 from infinity.planning.simulator import Rates
 from infinity.sizes import format_size
@@ -143,6 +144,7 @@ def answer(question: Question) -> Planned:
     began = time.perf_counter()
     need, refusal, told = None, "", None
     try:
+        outline = in_blocks_of_rows(outline, setting)
         need = demand(outline, setting)
         if question.fills_gpu and machine.gpu_nbytes is not None and setting.device_nbytes is not None:
             left = machine.gpu_nbytes - need.working_nbytes - CONTEXT_NBYTES

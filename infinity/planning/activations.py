@@ -16,6 +16,7 @@ tiling.tile_loss_ makes blocks of logits instead, a sixteenth of 4 bytes at most
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 
 _LOGIT_NBYTES = 12
@@ -123,6 +124,26 @@ class Usage:
     """Logits in the type that computes; 0 where the loss is computed without them."""
 
 
+@dataclass(frozen=True, slots=True)
+class PeakMoment:
+    """What is there at once where a rank computes, in bytes, beside its budgets."""
+
+    what: str
+    """What `beside_nbytes` are for."""
+    in_use_nbytes: int
+    """Units in use, and a gradient."""
+    kept_nbytes: int
+    """Of activations, for the backward."""
+    beside_nbytes: int
+    after_loss: bool = True
+    """Whether gradients may wait in host memory then: those of the last step are applied before the loss."""
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.in_use_nbytes + self.kept_nbytes + self.beside_nbytes
+
+
 def usage(model: Activations, method: Method, width: int, *, gpu: bool = False) -> Usage:
     """Return what a model's activations take; width: bytes of an element that computes."""
     blocks = [one.on(gpu=gpu) for one in model.blocks]
@@ -155,3 +176,26 @@ def _logits_nbytes(vocabulary: int, tokens: int, *, loss_tiles: bool) -> float:
         return _LOGIT_NBYTES * whole
     part = min(4 * whole / _LOSS_TILES, 2 * _LOSS_TILE_NBYTES)
     return min(max(part, 4 * vocabulary * _LOSS_TILE_TOKENS), _LOGIT_NBYTES * whole)
+
+
+def peak_moments(
+    in_use: Sequence[int], recomputed: Sequence[bool], used: Usage | None
+) -> Iterator[PeakMoment]:
+    """Return what is there at once while each stage computes. in_use: bytes of the units in use and a
+    gradient, by stage; recomputed: whether a stage is. See [Note: the peaks].
+    """
+    if used is None:
+        yield PeakMoment("", max(in_use), 0, 0)
+        return
+    for number, nbytes in enumerate(in_use):
+        if number == len(in_use) - 1:
+            tiled = not used.narrow_logits_nbytes  # the loss in tiles makes the head's gradient beside it
+            kept, logits = used.kept_nbytes, used.logits_nbytes
+            yield PeakMoment("logits and loss", nbytes if tiled else 0, kept, logits, after_loss=False)
+            yield PeakMoment(
+                "gradient of the logits", nbytes, kept, used.narrow_logits_nbytes, after_loss=False
+            )
+        elif number or recomputed[number]:
+            yield PeakMoment("one block's backward", nbytes, used.kept_nbytes, used.block_nbytes)
+        else:
+            yield PeakMoment("embeddings", nbytes, 0, 0)

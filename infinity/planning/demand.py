@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from infinity.errors import ConfigError, HostMemoryError
-from infinity.planning.activations import Method, Usage, usage
+from infinity.planning.activations import Method, PeakMoment, Usage, peak_moments, usage
 from infinity.planning.budget import Budget, divide, least_budget, least_that, scratch_nbytes
 from infinity.planning.forecast import EngineLimits, Moves
 from infinity.planning.layout import RecordSchema, lay_out
@@ -99,26 +99,6 @@ class Setting:
     def rank_host_nbytes(self) -> int:
         """One rank's share of its machine's host_memory."""
         return self.host_nbytes // self.local_ranks
-
-
-@dataclass(frozen=True, slots=True)
-class PeakMoment:
-    """What is there at once where a rank computes, in bytes, beside its budgets."""
-
-    what: str
-    """What `beside_nbytes` are for."""
-    in_use_nbytes: int
-    """Units in use, and a gradient."""
-    kept_nbytes: int
-    """Of activations, for the backward."""
-    beside_nbytes: int
-    after_loss: bool = True
-    """Whether gradients may wait in host memory then: those of the last step are applied before the loss."""
-
-    @property
-    def nbytes(self) -> int:
-        """All of it."""
-        return self.in_use_nbytes + self.kept_nbytes + self.beside_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +203,8 @@ class _Sizes:
     """Elements of this rank's share of gradients; 0 of what is frozen."""
     gradients: tuple[int, ...]
     """Bytes of these at the end of a step, as kept in host memory."""
+    shares: tuple[float, ...]
+    """Of the steps, that use each unit."""
 
     def field(self, unit: int, name: str, tile_numel: int) -> int:
         """Bytes of a field in its extent."""
@@ -242,12 +224,14 @@ def _sizes(outline: Outline, setting: Setting) -> _Sizes:
         for part, moving in zip(outline.parts, moves, strict=True)
     )
     wholes = [lay_out([("", shape) for shape in part.shapes], align).numel for part in outline.parts]
+    resident = [0 if part.idle else whole for part, whole in zip(outline.parts, wholes, strict=True)]
     return _Sizes(
         schema,
         tuple(round_up(-(-whole // setting.ranks), align) for whole in wholes),
-        tuple(schema.width * whole for whole in wholes),
+        tuple(schema.width * whole for whole in resident),
         numels,
         tuple(wide * numel for numel in numels),
+        tuple(part.share for part in outline.parts),
     )
 
 
@@ -297,6 +281,7 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     offloaded = _offloaded(used, setting, budget.kept_nbytes - kept_nbytes - kept_gradients)
     in_place = [_in_place(unit, setting, placement) for unit in range(len(sizes.numels))]
     in_use = [_in_use(stage, sizes, in_place) for stage in outline.stages]
+    recomputed = [stage.recomputed for stage in outline.stages]
     return Demand(
         setting=setting,
         budget=budget,
@@ -304,14 +289,14 @@ def demand(outline: Outline, setting: Setting) -> Demand:
         placement=placement,
         units=tuple(_moves(outline, sizes, setting, budget, placement, spills)),
         moved=_moved(outline, sizes, setting, budget, placement, spills, plan),
-        nvme_nbytes=_stored(sizes, setting, budget, in_first) + offloaded,
+        nvme_nbytes=_stored(outline, sizes, setting, budget, in_first) + offloaded,
         activations=used,
         offloaded_nbytes=offloaded,
         pinned_nbytes=kept_nbytes,
         kept_gradients_nbytes=kept_gradients,
         gradients_nbytes=sum(sizes.gradients),
         in_use_nbytes=max(in_use),
-        moments=tuple(_moments(outline, in_use, used)),
+        moments=tuple(peak_moments(in_use, recomputed, used)),
         lodged_nbytes=lodged_nbytes,
         uses=len(trace),
     )
@@ -367,10 +352,12 @@ def _place(sizes: _Sizes, setting: Setting, budget: Budget, once: Sequence[int])
     """
     candidates = []
     for unit, count in enumerate(once):
-        updates = float(sizes.gradients[unit] > 0)
+        updates = sizes.shares[unit] * (sizes.gradients[unit] > 0)
         for name in sizes.schema.fields if updates else sizes.schema.weights:
             nbytes = sizes.field(unit, name, budget.tile_numel)
-            fetches = count * setting.micro_batches - (updates if name in sizes.schema.derived else 0)
+            fetches = sizes.shares[unit] * count * setting.micro_batches - (
+                updates if name in sizes.schema.derived else 0
+            )
             reads = fetches if name == "hi" else updates
             whole = updates > 0 and sizes.schema.is_updated_on_device
             beside = _staying_nbytes(sizes, setting, unit) * (name == sizes.schema.fields[-1])
@@ -428,7 +415,7 @@ def _without_records(sizes: _Sizes, placement: Placement) -> _Sizes:
 def _spills(script: Sequence[Act], sizes: _Sizes, room_nbytes: int) -> Spills:
     """Return what each micro-batch reads and writes of the gradients that find no room in host memory, in the
     order in which they come: in the type that computes at first, and of 32 bits from the second on, by which
-    some have to go that had room.
+    some have to go that had room. So do those of units that are seldom used, even if there is room.
     """
     found: dict[int, tuple[tuple[int, int], ...]] = {}
     came: Counter[int] = Counter()
@@ -440,7 +427,8 @@ def _spills(script: Sequence[Act], sizes: _Sizes, room_nbytes: int) -> Spills:
         came[unit] += 1
         width = min(sizes.schema.width * came[unit], 4)
         more = width * sizes.gradient_numels[unit] - held[unit]
-        if unit not in found and more <= room_nbytes:
+        rests = 6 * sizes.shares[unit] < 5  # as GradientStore.rests has it
+        if unit not in found and more <= room_nbytes and not rests:
             room_nbytes -= more
             held[unit] += more
             continue
@@ -540,12 +528,16 @@ def _moved(
     return MappingProxyType(dict(moved))
 
 
-def _stored(sizes: _Sizes, setting: Setting, budget: Budget, spills: Spills) -> int:
+def _stored(outline: Outline, sizes: _Sizes, setting: Setting, budget: Budget, spills: Spills) -> int:
     if not setting.nvme:
         return 0
-    wide = 4 if setting.micro_batches > 1 else sizes.schema.width
+    wide = sizes.schema.width
+    if setting.micro_batches > 1 and wide < 4:
+        wide += 4  # from the second on sums are kept in fp32, beside the first's place
     records = sizes.fields(sizes.schema.fields, budget.tile_numel)
-    return (2 if setting.durable else 1) * records + sum(wide * sizes.numels[unit] for unit in spills)
+    in_turn = {unit for unit, part in enumerate(outline.parts) if part.idle and setting.update == "forward"}
+    gradients = sum(wide * sizes.numels[unit] for unit in {*spills, *in_turn})  # each has its turn
+    return (2 if setting.durable else 1) * records + gradients
 
 
 def _offloaded(used: Usage | None, setting: Setting, room_nbytes: int) -> int:
@@ -581,22 +573,3 @@ def _in_use(stage: Stage, sizes: _Sizes, in_place: Sequence[bool]) -> int:
     if stage.recomputed:
         return sum(own.values()) + max(sizes.resident[unit] for unit in stage.units)
     return max(own[unit] + sizes.resident[unit] for unit in stage.units)
-
-
-def _moments(outline: Outline, in_use: Sequence[int], used: Usage | None) -> Iterator[PeakMoment]:
-    """Return what is there at once while each stage computes; in_use: by stage. See [Note: the peaks]."""
-    if used is None:
-        yield PeakMoment("", max(in_use), 0, 0)
-        return
-    for number, nbytes in enumerate(in_use):
-        if number == len(in_use) - 1:
-            tiled = not used.narrow_logits_nbytes  # the loss in tiles makes the head's gradient beside it
-            kept, logits = used.kept_nbytes, used.logits_nbytes
-            yield PeakMoment("logits and loss", nbytes if tiled else 0, kept, logits, after_loss=False)
-            yield PeakMoment(
-                "gradient of the logits", nbytes, kept, used.narrow_logits_nbytes, after_loss=False
-            )
-        elif number or outline.stages[number].recomputed:
-            yield PeakMoment("one block's backward", nbytes, used.kept_nbytes, used.block_nbytes)
-        else:
-            yield PeakMoment("embeddings", nbytes, 0, 0)

@@ -33,6 +33,10 @@ class UnitOutline:
     """The share of its matrices that computes with each token; below 1 for experts."""
     idle: bool = False
     """Whether no token of a step is routed to it: it is stored, and nothing of it moves."""
+    share: float = 1.0
+    """The share of the steps that use it; below 1 for a slice: in another step, others are used."""
+    in_tiles: bool = False
+    """Whether it is a tile of a larger weight, and is cut no further."""
 
     @property
     def numel(self) -> int:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from infinity.bench.aio.fio import Bandwidth
 from infinity.bench.engine.floor import Round, Speeds
 from infinity.bench.engine.runs import Measured
-from infinity.bench.planning.pace import Cores
+from infinity.bench.planning.cores import Cores
 
 RUN = Measured(
     parameters=1000,

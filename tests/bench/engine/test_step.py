@@ -25,7 +25,7 @@ from infinity.bench.engine import cases, step
 from infinity.bench.engine.cases import ALL, EQUAL, Case
 from infinity.bench.engine.floor import Speeds
 from infinity.bench.engine.runs import OWN, parameter_count
-from infinity.bench.planning import pace
+from infinity.bench.planning import cores
 from infinity.errors import ConfigError
 from infinity.storage import disk_speed as disk
 from measurements import CORES, RUN, SPEEDS, a_round
@@ -150,7 +150,7 @@ def test_rounds_alternate_and_the_disk_is_measured_around_each_of_our_runs(monke
         return replace(RUN, peak_nbytes=1000 * len(ran), seconds=float(len(ran)), engine=engine)
 
     monkeypatch.setattr(step, "measure", measure)
-    monkeypatch.setattr(pace, "cores", lambda state_dtype: replace(CORES, update=float(len(ran))))
+    monkeypatch.setattr(cores, "cores", lambda state_dtype: replace(CORES, update=float(len(ran))))
     options = parsed("--rounds", "2", "--host-memory", SMALL, EQUAL, "--peer", "deepspeed")
     entries = cases.cases([64], options.host_memory, ["backward"], ["fp32"], options.peer)
     gauge, out = FakeGauge(), StringIO()

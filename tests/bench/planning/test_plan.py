@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,7 @@ from rich.console import Console
 from torch import nn
 
 from infinity.bench.engine.runs import SHAPES
-from infinity.bench.planning import hindsight, meta, pace, sketch
+from infinity.bench.planning import cores, hindsight, meta, pace, sketch
 from infinity.bench.planning import plan as planning
 from infinity.bench.planning.planned import flops
 from infinity.cli.presets import PRESETS, llama
@@ -31,9 +32,9 @@ KERNELS = Rates(Disk(1.0, 1.0, 1.0), update=1e9, checked=1e10, copied=1e10)
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch):
     """Nothing is timed: that takes its time, and tells nothing here."""
-    monkeypatch.setattr(pace, "update_rate", lambda _: 1e9)
-    monkeypatch.setattr(pace, "hash_rate", lambda: 1e10)
-    monkeypatch.setattr(pace, "copy_rate", lambda: 1e10)
+    monkeypatch.setattr(cores, "update_rate", lambda _: 1e9)
+    monkeypatch.setattr(cores, "hash_rate", lambda: 1e10)
+    monkeypatch.setattr(cores, "copy_rate", lambda: 1e10)
     monkeypatch.setattr(pace, "compute_seconds", lambda *_: 2.0)
 
 
@@ -424,9 +425,21 @@ def test_blocks_that_do_not_train_here_are_told_and_ask_for_their_speed(monkeypa
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8"])
 def test_kernels_are_timed_for_every_state(state_dtype, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(pace, "_ELEMENTS", 1 << 14)
-    assert pace.update_rate(state_dtype) > 0
-    assert min(pace.hash_rate(), pace.copy_rate()) > 0
+    monkeypatch.setattr(cores, "_ELEMENTS", 1 << 14)
+    assert cores.update_rate(state_dtype) > 0
+    assert min(cores.hash_rate(), cores.copy_rate()) > 0
+
+
+def test_torchs_threads_are_known_without_it(monkeypatch):
+    """Trusted: torch, in this environment."""
+    told = cores.torch_threads()
+    assert told == torch.get_num_threads()
+    monkeypatch.delitem(sys.modules, "torch")
+    for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    assert 1 <= cores.torch_threads() <= len(os.sched_getaffinity(0))
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert cores.torch_threads() == 7
 
 
 # Forecasts beside measurements
