@@ -235,6 +235,7 @@ def row_of(model: str, case: Case, rounds: Sequence[Round], faster: Sequence[flo
             "state_dtype": case.state_dtype,
             "max_norm": UPDATES[case.update].get("max_norm"),
             "update": UPDATES[case.update]["update"],
+            "embeddings": "rows",
             "resident": all(one.engine["nvme_nbytes"] == 0 for one in runs),
             "io_engine": runs[-1].engine["io_engine"],
             "floor_s": median(one.terms.floor_s for one in rounds),

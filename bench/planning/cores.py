@@ -94,8 +94,8 @@ def shares_cores() -> bool:
 
 
 def torch_threads() -> int:
-    """Return how many threads torch computes with; where it is not imported, how many it would: as many as the
-    environment says, or as there are physical cores.
+    """Return how many threads torch computes with; where it is not imported, how many it would: as many as
+    the environment says, or as there are physical cores.
     """
     torch = sys.modules.get("torch")
     if torch is not None:

@@ -16,8 +16,10 @@ from infinity.bench.planning.cores import Cores
 from infinity.bench.planning.sketch import outline_of_shape
 from infinity.bench.targets import Target
 from infinity.errors import ConfigError
+from infinity.planning.activations import Method
 from infinity.planning.demand import Setting, demand
 from infinity.planning.forecast import Forecast, forecast
+from infinity.planning.lookups import in_blocks_of_rows
 from infinity.planning.outline import timed
 from infinity.planning.simulator import Disk, Rates
 from infinity.sizes import format_size
@@ -44,8 +46,13 @@ def foretell(row: Mapping[str, Any]) -> Forecast:
         raise ConfigError(f"model {row['model']!r}: expected one of {', '.join(SHAPES)}")
     outline = outline_of_shape(row["model"])
     setting = Setting(
-        host_nbytes=int(row["host_memory"]), state_dtype=row["state_dtype"], update=row["update"]
+        host_nbytes=int(row["host_memory"]),
+        state_dtype=row["state_dtype"],
+        update=row["update"],
+        method=Method(row["tokens"], row["tokens"]),
     )
+    if row.get("embeddings") == "rows":  # older measurements are of whole embeddings
+        outline = in_blocks_of_rows(outline, setting)
     need = demand(outline, setting)
     script = timed(outline.script(row["tokens"], row["tokens"]), row["compute_s"])
     disk = Disk(**{name: row["own_disk"][name] for name in ("read", "write", "mixed")})

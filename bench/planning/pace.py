@@ -1,4 +1,4 @@
-"""Measures how fast this machine computes a model's blocks, for `infinity plan`; its cores beside that: cores."""
+"""Measures how fast this machine computes a model's blocks, for `infinity plan`; see cores for the rest."""
 
 from __future__ import annotations
 

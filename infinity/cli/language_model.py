@@ -94,6 +94,7 @@ class LanguageModel:
         asked = self._settings
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "fan_in_fan_out")  # of GPT-2's Conv1D: PEFT sets it right
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # PEFT 0.21 asks by the old name
             try:
                 return peft.get_peft_model(
                     model,

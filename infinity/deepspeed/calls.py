@@ -100,7 +100,7 @@ _CURES = {
         OnDevice zero.DeepSpeedTensorOverride zero.DeepSpeedZeRoOffload zero.MiCS_Init utils.OnDevice
     """,
     '"scheduler" in the configuration': "add_tuning_arguments",
-    "torch.utils.checkpoint, or model.gradient_checkpointing_enable()": "checkpointing",
+    "torch.utils.checkpoint, or model.activation_checkpointing_enable()": "checkpointing",
     "for a layer larger than the device: Config(tile_above=...)": """
         domino set_autotp_mode tp_model_init zero.TiledLinear zero.TiledLinearReturnBias
     """,

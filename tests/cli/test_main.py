@@ -23,20 +23,8 @@ from launches import Program
 
 pytestmark = pytest.mark.disk
 
-GIVEN = [
-    "--nvme-read",
-    "2",
-    "--nvme-write",
-    "1",
-    "--nvme-mixed",
-    "1.5",
-    "--compute",
-    "1",
-    "--update-rate",
-    "1",
-    "--host-memory",
-    "1GiB",
-]
+GIVEN = ["--nvme-read", "2", "--nvme-write", "1", "--nvme-mixed", "1.5", "--compute", "1"]
+GIVEN += ["--update-rate", "1", "--host-memory", "1GiB"]
 """All that `infinity plan` would measure."""
 TINY = ["--preset", "1m", "--sequence", "32", "--host-memory", "4MiB", "--steps", "2"]
 

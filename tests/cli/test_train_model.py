@@ -410,6 +410,26 @@ def test_the_documented_commands_run(folder, base, lines, monkeypatch, page):
             assert any((folder / typed[-1]).glob("*.safetensors"))
 
 
+def test_the_quick_starts_own_model_is_trained_adapted_and_asked(folder, monkeypatch):
+    """The page alone: its program makes what its commands take, in their order; for a step each."""
+    pytest.importorskip("peft")
+    said = (ROOT / "docs" / "start.md").read_text()
+    (recipe,) = (one for one in re.findall(r"```python\n(.*?)```", said, re.DOTALL) if "corpus.txt" in one)
+    commands = re.findall(r"^infinity ((?:train --model|generate) .*)$", said, re.MULTILINE)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("infinity.cli.train.plot_run", lambda *_: None)
+    exec(compile(recipe, "start.md", "exec"), {})  # noqa: S102 - it is ours
+    assert [command.split()[0] for command in commands] == ["train", "train", "generate"]
+    for number, command in enumerate(commands):
+        typed = command.replace("/local_nvme", str(folder)).replace("4GiB", "16MiB").split()
+        if typed[0] == "train":
+            typed += ["--steps", "1", "--sequence", "16", "--out", f"run{number}"]
+        assert cli.main(typed) == 0
+    assert (folder / "adapter" / "adapter_model.safetensors").is_file()
+    (answer,) = map(json.loads, (folder / "answers.jsonl").read_text().splitlines())
+    assert answer["completion"]
+
+
 def test_a_board_that_does_not_open_is_told_with_its_cure(folder, base, lines, capsys):
     pytest.importorskip("tensorboard")
     said = refused(

@@ -107,7 +107,11 @@ def see_precision(folder, names, text):
 
 
 def see_start(folder, names, text):
+    from transformers import AutoTokenizer
+
     assert (folder / "finetuned" / "model.safetensors").is_file()
+    assert AutoTokenizer.from_pretrained(folder / "base").decode([names["tokenizer"].eos_token_id]) == "<end>"
+    assert (folder / "held-out.txt").stat().st_size > 1000
 
 
 def see_checkpoints(folder, names, text):

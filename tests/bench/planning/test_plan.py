@@ -472,6 +472,12 @@ def checked(tmp_path, *rows):
     return hindsight.check([path], Console(quiet=True))
 
 
+def test_steps_that_were_measured_with_embeddings_in_rows_are_foretold_with_them():
+    few = {"tokens": 4, "model": "116m"}
+    whole, rows = (hindsight.foretell(measured(**few, **more)) for more in ({}, {"embeddings": "rows"}))
+    assert rows.read_nbytes + rows.written_nbytes < 0.9 * (whole.read_nbytes + whole.written_nbytes)
+
+
 def test_a_forecast_that_is_right_passes(tmp_path):
     findings, good = checked(tmp_path, measured(), {"kind": "plain", "seconds": 1.0})
     assert (good, [round(row["error"], 6) for row in findings.rows]) == (True, [0.0])
