@@ -345,9 +345,9 @@ class Boundaries:
             self._told = True
             logger.warning(
                 'offload_activations="%s" found nothing to offload: no checkpoint saved an input of %d bytes '
-                "or more that requires a gradient. Call model.activation_checkpointing_enable() "
-                "(gradient_checkpointing_enable() before transformers 5.24) or infinity.tiling.tile_batch_, or "
-                "leave it out.",
+                "or more that requires a gradient. Call model.activation_checkpointing_enable() (before "
+                "transformers 5.24: gradient_checkpointing_enable) or infinity.tiling.tile_batch_, or leave "
+                "it out.",
                 self.mode,
                 BLOCK,
             )

@@ -128,7 +128,10 @@ def _check(path: str, flag: str) -> None:
     if file.is_dir():
         raise ConfigError(f"{flag} {path}: that is a folder. Name its files, as {path}/*.jsonl")
     if not file.is_file():
-        raise ConfigError(f"{flag} {path}: there is no such file.")
+        raise ConfigError(
+            f"{flag} {path}: there is no such file (looked in {Path.cwd()}). Name a file of text, JSON lines "
+            "(*.jsonl) or parquet (*.parquet)."
+        )
     if file.stat().st_size == 0:
         raise DataError(f"{flag} {path}: the file is empty.")
     with file.open("rb") as opened:

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
-from infinity.cli.language_model import LanguageModel
+from infinity.cli.language_model import ADAPTER, LanguageModel, adapted
 from infinity.cli.prompts import Prompt, read_prompts
 from infinity.cli.settings import TrainSettings
 from infinity.config.settings import Config
@@ -43,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="a causal language model of transformers, with weights",
     )
+    adapter = "PEFT's adapters of that model, as `infinity train --lora` saves them"
+    add("--adapter", metavar="FOLDER", help=adapter)
     add("--tokenizer", metavar="FOLDER", help="the tokenizer's folder (default: the model's)")
     prompts = (
         "a text file, a prompt a line; or JSON lines (*.jsonl) of prompt, or messages for the chat template"
@@ -94,6 +96,8 @@ def run(options: argparse.Namespace, _: Console) -> int:
         with Init(config, frozen=True):  # so that weights are read from where they lie
             model = source.build()
         ends.callback(_closed, model)
+        if options.adapter is not None:
+            model = adapted(model, options.adapter)
         out = ends.enter_context(_answers(options.out))  # not before: a model refused leaves no file
         model.eval()
         figures = _generate(model, tokenizer, prompts, options, out)
@@ -119,6 +123,8 @@ def _check(options: argparse.Namespace) -> None:
         "--temperature is above 0; leave it out to take the likeliest token.": temperature is not None
         and not temperature > 0,
         "--top-p is above 0 and at most 1.": top_p is not None and not 0 < top_p <= 1,
+        f"--adapter {options.adapter}: holds no {ADAPTER}. Name a folder that `infinity train --lora` or "
+        "PEFT has saved.": options.adapter is not None and not (Path(options.adapter) / ADAPTER).is_file(),
         f"--out {options.out} exists, and is never overwritten: name a new file.": options.out is not None
         and Path(options.out).exists(),
         f"--out {options.out}: there is no folder of that file.": options.out is not None

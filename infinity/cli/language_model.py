@@ -18,6 +18,8 @@ _READ_PACKED = ("fp8", "mxfp4", "bitsandbytes")
 """Methods of quantised checkpoints whose weights are read packed; fp8 with block scales alone."""
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+ADAPTER = "adapter_config.json"
+"""The file by which a folder of PEFT's adapters is known."""
 _TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -52,7 +54,13 @@ class LanguageModel:
             what = "there is no such folder"
             if path.exists():
                 what = "holds no config.json" if path.is_dir() else "is a file"
-            raise ConfigError(f"--model {path}: {what}. Name a folder of a model of transformers.")
+            cure = "Name a folder of a model of transformers."
+            if (path / ADAPTER).is_file():
+                what = "holds PEFT's adapters, and no model"
+                cure = (
+                    "Name the model that they were trained on; `infinity generate` takes them by --adapter."
+                )
+            raise ConfigError(f"--model {path}: {what}. {cure}")
         self.fresh = path.is_file() or not any(any(self.folder.glob(names)) for names in _WEIGHTS)
         """Whether weights are drawn, not loaded."""
         self._config = self._read_config()
@@ -90,11 +98,12 @@ class LanguageModel:
 
     def _adapted(self, model: Any) -> Any:
         import peft
+        from torch import nn
 
         asked = self._settings
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "fan_in_fan_out")  # of GPT-2's Conv1D: PEFT sets it right
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # PEFT 0.21 asks by the old name
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # PEFT 0.21 says so
             try:
                 return peft.get_peft_model(
                     model,
@@ -106,7 +115,15 @@ class LanguageModel:
                     ),
                 )
             except ValueError as error:
-                raise ConfigError(f"--lora: {error}") from error
+                names = {
+                    place.rpartition(".")[2]
+                    for place, one in model.named_modules()
+                    if isinstance(one, nn.Linear)
+                }
+                raise ConfigError(
+                    f"--lora: {error} The linear layers of {self.folder} are {', '.join(sorted(names))}: "
+                    "name some of them by --lora-targets, or leave it out for all but the head."
+                ) from error
 
     def _read_config(self) -> Any:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
@@ -166,6 +183,28 @@ class LanguageModel:
             )
         if self._settings.lora and importlib.util.find_spec("peft") is None:
             raise ConfigError(f"--lora needs peft: {NEEDED}")
+
+
+def adapted(model: Any, folder: str) -> Any:
+    """Return a model with the adapters of a folder, which stay in memory: behind Init.
+
+    Raises: ConfigError for those of another model, and without PEFT.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(f"--adapter needs peft: {NEEDED}")
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # PEFT 0.21 asks by the old name
+        try:
+            return peft.PeftModel.from_pretrained(model, folder, is_trainable=False)
+        except (ValueError, RuntimeError, KeyError, OSError, UserWarning) as error:
+            first = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"--adapter {folder}: does not fit the model ({first}). Name the model that it was trained "
+                "on by --model."
+            ) from error
 
 
 @contextmanager

@@ -9,7 +9,9 @@ Each command imports its modules when it is chosen, so that `infinity --help` an
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
+import re
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -136,6 +138,32 @@ class _Parser(argparse.ArgumentParser):
             action.default = argparse.SUPPRESS  # so that the command line sets what it names alone
         typed, unknown = super().parse_known_args(args, None)
         return argparse.Namespace(**vars(said) | vars(typed)), unknown
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse all of them; an option that no command knows is told with the nearest one."""
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self._chosen(options).error(f"unrecognized arguments: {' '.join(unknown)}")
+        return options
+
+    def _chosen(self, options: argparse.Namespace) -> _Parser:
+        """Return the parser of the command that was chosen."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - argparse has no other name
+                below = action.choices.get(getattr(options, action.dest, None))
+                if isinstance(below, _Parser):
+                    return below._chosen(options)  # noqa: SLF001 - its own class's
+        return self
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2; a word that nobody knows is told with the nearest that there is."""
+        patterns = r"invalid choice: '([^']+)' \(choose from (.*)\)|unrecognized arguments: (--[\w-]+)"
+        wrong = re.search(patterns, message)
+        if wrong:
+            known = re.findall(r"[\w.-]+", wrong[2]) if wrong[1] else [*self._option_string_actions]
+            near = difflib.get_close_matches(wrong[1] or wrong[3], known, 1)
+            message += f". Did you mean {near[0]}?" if near else ""
+        super().error(message)
 
     def _of_file(self, path: str) -> argparse.Namespace:
         """Parse a YAML file's options as if they were typed, with the defaults of all others."""

@@ -32,7 +32,10 @@ def read_prompts(path: str, tokenizer: Any, new_tokens: int, positions: int | No
     """
     file = Path(path)
     if not file.is_file():
-        raise ConfigError(f"--prompts {path}: there is no such file.")
+        raise ConfigError(
+            f"--prompts {path}: there is no such file (looked in {Path.cwd()}). Name a text file, a prompt a "
+            "line, or JSON lines (*.jsonl)."
+        )
     try:
         lines = file.read_text(encoding="utf-8").split("\n")  # alone: JSON may hold U+2028
     except UnicodeDecodeError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +14,21 @@ from infinity.errors import ConfigError
 from infinity.sizes import format_size
 
 LOG, PICTURE = "log.jsonl", "loss.png"
+
+
+def check_room(folder: str, nbytes: int) -> None:
+    """Refuse a folder to save to whose drive has less than `nbytes` free: before training, not behind it.
+
+    Raises: ConfigError naming --save.
+    """
+    there = next(one for one in Path(folder).absolute().parents if one.exists())
+    free_nbytes = shutil.disk_usage(there).free
+    if free_nbytes < nbytes:
+        raise ConfigError(
+            f"--save {folder}: the weights take {format_size(nbytes)}, and {there} has "
+            f"{format_size(free_nbytes)} free, {format_size(nbytes - free_nbytes)} too little. Free space "
+            "there, or name a folder on another drive."
+        )
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ from infinity.cli.interrupted import Interrupted, interruptible
 from infinity.cli.presets import recompute_blocks
 from infinity.cli.recording import Recording
 from infinity.cli.report import RECENT, Meter, Progress, Run, StepLog, StepReport, plot_run, state_nbytes
-from infinity.cli.run_folder import LOG, PICTURE, errors_named, folder_beside, run_folder
+from infinity.cli.run_folder import LOG, PICTURE, check_room, errors_named, folder_beside, run_folder
 from infinity.cli.settings import TrainSettings
 from infinity.cli.task import Task, task_of
 from infinity.config.settings import Config
@@ -157,6 +157,9 @@ def _train(
         if not settings.plain:
             run.begin(stats(model), disk_speed(_folders(settings, folder), settings.aio))
             recording.start(engine_of_model(model))
+        if settings.save is not None:
+            of_weights = 4 * counts[True] if settings.lora else form.width * (counts[True] + counts[False])
+            check_room(settings.save, of_weights)
         _introduce(console, settings, run, task, folder)
         if settings.resume:
             said = _start_of(model, settings.steps)

@@ -11,7 +11,11 @@ from infinity.cli.prompts import read_prompts
 from words import tokenizer
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.disk
+pytestmark = [
+    pytest.mark.disk,
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+LEAST = ["--host-memory", "2MiB", "--max-new-tokens", "2"]
 CHAT = [{"role": "user", "content": "who sat"}]
 
 
@@ -57,6 +61,52 @@ def test_answers_are_those_of_generate_in_memory_in_the_order_of_the_prompts(bas
     assert "3 prompts of" in figures
     assert "a pass over the weights" in figures
     assert "bound: " in figures
+
+
+def test_adapters_answer_as_with_peft_in_memory(base, tmp_path, capsys):
+    peft = pytest.importorskip("peft")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    adapters = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
+    adapters.save_pretrained(tmp_path / "adapter")
+    said = {"prompt": "the cat sat on a mat"}
+    code, (answer,) = run(base, [json.dumps(said)], "--adapter", str(tmp_path / "adapter"), folder=tmp_path)
+    words = transformers.AutoTokenizer.from_pretrained(base)
+    ids = torch.tensor([words(said["prompt"])["input_ids"]])
+    model = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter"
+    )
+    tokens = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False, pad_token_id=1)
+    expected = words.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
+    assert (code, answer) == (0, {**said, "completion": expected})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "base", "--adapter", "base"], "holds no adapter_config.json. Name a folder that"),
+        (
+            ["--model", "adapter"],
+            "holds PEFT's adapters, and no model. Name the model that they were trained",
+        ),
+        (["--model", "base", "--adapter", "adapter"], "does not fit the model"),
+    ],
+)
+def test_adapters_in_the_wrong_place_are_told_where_they_belong(
+    base, tmp_path, capsys, monkeypatch, arguments, says
+):
+    peft = pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=2, num_hidden_layers=1, intermediate_size=32, vocab_size=24
+    )
+    other = peft.get_peft_model(
+        transformers.LlamaForCausalLM(config),
+        peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]),
+    )
+    other.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n')
+    assert cli.main(["generate", *arguments, "--prompts", "prompts.jsonl", *LEAST]) == 1
+    assert says in capsys.readouterr().err
 
 
 def test_batches_chunks_sampling_and_keys_and_values_in_a_share_work_together(base, tmp_path):

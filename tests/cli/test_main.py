@@ -288,6 +288,37 @@ def test_a_command_imports_only_what_it_needs(arguments, without):
     assert done.stdout.splitlines()[-1] == "loaded:"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["trian"], "invalid choice: 'trian'"),
+        (["train", "--modle", "x"], "Did you mean --model?"),
+        (
+            ["plan", "check", "--mdel", "7b"],
+            "infinity plan check: error: unrecognized arguments: --mdel 7b. Did",
+        ),
+        (["train", "--dtype", "bf61"], "Did you mean bf16?"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_a_word_that_is_nearly_one_of_the_commands_is_told_with_it(capsys, arguments, says):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    assert says in capsys.readouterr().err
+
+
+def test_a_full_drive_to_save_to_is_told_before_training(capsys, text, tmp_path, monkeypatch):
+    few = types.SimpleNamespace(disk_usage=lambda _: types.SimpleNamespace(free=1 << 20))
+    monkeypatch.setattr("infinity.cli.run_folder.shutil", few)
+    save = tmp_path / "new" / "saved"
+    typed = ["--text", text, "--nvme", tmp_path, "--out", tmp_path / "run", "--save", save]
+    code, message = refused(capsys, "train", *TINY, *typed)
+    assert code == 1
+    assert f"--save {save}: the weights take " in message
+    assert f"and {tmp_path} has 1.0 MiB free, " in message
+    assert "step 1/" not in message
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_a_shell_is_told_every_command_and_option(capsys, shell):
     pytest.importorskip("shtab")

@@ -419,7 +419,7 @@ def test_the_quick_starts_own_model_is_trained_adapted_and_asked(folder, monkeyp
     monkeypatch.chdir(folder)
     monkeypatch.setattr("infinity.cli.train.plot_run", lambda *_: None)
     exec(compile(recipe, "start.md", "exec"), {})  # noqa: S102 - it is ours
-    assert [command.split()[0] for command in commands] == ["train", "train", "generate"]
+    assert [command.split()[0] for command in commands] == ["train", "train", "generate", "generate"]
     for number, command in enumerate(commands):
         typed = command.replace("/local_nvme", str(folder)).replace("4GiB", "16MiB").split()
         if typed[0] == "train":

@@ -25,6 +25,7 @@ README_NBYTES = 8 << 10
 FILE_NBYTES = 1 << 20
 PROGRAMS = {
     "apt-get",
+    "cat",
     "cd",
     "dpkg-deb",
     "pip",
