@@ -139,7 +139,7 @@ class _Parser(argparse.ArgumentParser):
         typed, unknown = super().parse_known_args(args, None)
         return argparse.Namespace(**vars(said) | vars(typed)), unknown
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse all of them; an option that no command knows is told with the nearest one."""
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -150,7 +150,7 @@ class _Parser(argparse.ArgumentParser):
         """Return the parser of the command that was chosen."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - argparse has no other name
-                below = action.choices.get(getattr(options, action.dest, None))
+                below = action.choices.get(str(getattr(options, action.dest, "")))
                 if isinstance(below, _Parser):
                     return below._chosen(options)  # noqa: SLF001 - its own class's
         return self
