@@ -158,7 +158,7 @@ def _train(
             run.begin(stats(model), disk_speed(_folders(settings, folder), settings.aio))
             recording.start(engine_of_model(model))
         if settings.save is not None:
-            of_weights = 4 * counts[True] if settings.lora else form.width * (counts[True] + counts[False])
+            of_weights = 4 * counts[True] if settings.lora else schema.width * (counts[True] + counts[False])
             check_room(settings.save, of_weights)
         _introduce(console, settings, run, task, folder)
         if settings.resume:
