@@ -12,6 +12,7 @@ from infinity.bench.findings import Column, Findings, asked
 from infinity.bench.planning.advice import ideas, told
 from infinity.bench.planning.planned import Planned
 from infinity.planning.gpus import GPUS
+from infinity.planning.lookups import row_blocks
 from infinity.planning.outline import Outline
 from infinity.planning.zero_memory import STAGES, model_states
 from infinity.sizes import format_size
@@ -169,6 +170,10 @@ def _assumed(one: Planned, options: argparse.Namespace) -> list[tuple[str, str]]
         lines.append(("NVMe of each machine", f"{speeds} ({source})"))
     if setting.durable:
         lines.append(("durable", "every record is stored twice"))
+    lines += [
+        ("embeddings", f"a step moves {cut.used} of {cut.blocks} blocks of {cut.rows:,} rows")
+        for cut in row_blocks(one.outline, setting).values()
+    ]
     return lines
 
 

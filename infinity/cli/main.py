@@ -157,7 +157,7 @@ class _Parser(argparse.ArgumentParser):
         """Return the parser of the command that was chosen."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - argparse has no other name
-                below = action.choices.get(str(getattr(options, action.dest, None)))
+                below = action.choices.get(str(getattr(options, action.dest, "")))
                 if isinstance(below, _Parser):
                     return below._chosen(options)  # noqa: SLF001 - its own class's
         return self

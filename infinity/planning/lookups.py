@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from infinity.planning.budget import divide, least_budget
 from infinity.planning.demand import Setting
@@ -19,20 +19,59 @@ from infinity.planning.outline import Outline, UnitOutline
 from infinity.planning.tile_size import rows_of_block
 
 
-def in_blocks_of_rows(outline: Outline, setting: Setting) -> Outline:
-    """Return the outline as Init would cut it at this setting: large embeddings whose weight nothing else
-    uses in blocks, and those blocks idle that no token of a step looks up. It is the same outline where Init
-    cuts nothing; see [Note: blocks of rows] in tile_size.
+@dataclass(frozen=True, slots=True)
+class RowBlocks:
+    """How an embedding is cut."""
+
+    rows: int
+    """Of a block; the last may have fewer."""
+    blocks: int
+    used: int
+    """Blocks that a step looks up."""
+
+
+def row_blocks(outline: Outline, setting: Setting) -> Mapping[int, RowBlocks]:
+    """Return which units Init would cut at this setting, and how: large embeddings whose weight nothing else
+    uses. None of them is cut with moments of 16 or 8 bits, without NVMe, and where host_memory holds the
+    whole model; see [Note: blocks of rows] in tile_size.
     """
-    if not is_cut(outline, setting):
-        return outline
-    width = RecordSchema(setting.state_dtype, setting.dtype).width
+    schema = RecordSchema(setting.state_dtype, setting.dtype)
+    if not setting.nvme or setting.state_dtype != "fp32" or setting.rank_host_nbytes < least_budget(schema):
+        return {}
+    on_device = setting.device_nbytes is not None
+    kept_nbytes = divide(setting.rank_host_nbytes, schema=schema, on_device=on_device).kept_nbytes
+    if outline.parameters * schema.slot_nbytes <= kept_nbytes:
+        return {}
     users = Counter(unit for stage in outline.stages for unit in stage.units)
     tokens = setting.method.tokens * setting.micro_batches * setting.ranks
+    found = {}
+    for unit, part in enumerate(outline.parts):
+        plain = part.looked_up and not part.in_tiles and [len(shape) for shape in part.shapes] == [2]
+        if plain and users[unit] == 1:
+            rows, columns = part.shapes[0]
+            together = rows_of_block(rows, columns * schema.width)
+            if together is not None:
+                blocks = -(-rows // together)
+                found[unit] = RowBlocks(together, blocks, used_blocks(blocks, tokens))
+    return found
+
+
+def used_blocks(blocks: int, tokens: int) -> int:
+    """Return in how many of so many blocks so many ids are, drawn evenly: the mean, rounded up."""
+    return min(blocks, tokens, math.ceil(blocks * (1 - (1 - 1 / blocks) ** tokens)))
+
+
+def in_blocks_of_rows(outline: Outline, setting: Setting) -> Outline:
+    """Return the outline with its embeddings as `row_blocks` has them; blocks that no token looks up are one
+    unit, and idle. It is the same outline where nothing is cut.
+    """
+    cuts = row_blocks(outline, setting)
+    if not cuts:
+        return outline
     parts: list[UnitOutline] = []
     at: list[tuple[int, ...]] = []
     for unit, part in enumerate(outline.parts):
-        pieces = _blocks(part, width, tokens) if users[unit] == 1 else [part]
+        pieces = _pieces(part, cuts[unit]) if unit in cuts else [part]
         at.append(tuple(len(parts) + number for number, one in enumerate(pieces) if not one.idle))
         parts += pieces
     stages = [
@@ -41,42 +80,14 @@ def in_blocks_of_rows(outline: Outline, setting: Setting) -> Outline:
     return replace(outline, parts=tuple(parts), stages=tuple(stages))
 
 
-def is_cut(outline: Outline, setting: Setting) -> bool:
-    """Whether Init cuts large embeddings at this setting: with moments in fp32, and where host_memory does
-    not hold the whole model.
-    """
-    schema = RecordSchema(setting.state_dtype, setting.dtype)
-    if not setting.nvme or setting.state_dtype != "fp32" or setting.rank_host_nbytes < least_budget(schema):
-        return False
-    kept = divide(
-        setting.rank_host_nbytes, schema=schema, on_device=setting.device_nbytes is not None
-    ).kept_nbytes
-    return outline.parameters * schema.slot_nbytes > kept
-
-
-def used_blocks(blocks: int, tokens: int) -> int:
-    """Return in how many of so many blocks so many ids are, drawn evenly: the mean, rounded up."""
-    return min(blocks, tokens, math.ceil(blocks * (1 - (1 - 1 / blocks) ** tokens)))
-
-
-def _blocks(part: UnitOutline, width: int, tokens: int) -> Sequence[UnitOutline]:
-    """Return an embedding in blocks, those that are not used as one and last; itself where it stays whole."""
-    if not part.looked_up or part.in_tiles or len(part.shapes) != 1 or len(part.shapes[0]) != 2:
-        return [part]
+def _pieces(part: UnitOutline, cut: RowBlocks) -> Sequence[UnitOutline]:
     rows, columns = part.shapes[0]
-    together = rows_of_block(rows, columns * width)
-    if together is None:
-        return [part]
-    blocks = -(-rows // together)
-    used = used_blocks(blocks, tokens)
-    left = max(0, rows - used * together)
-    sizes = [min(together, rows - number * together) for number in range(used)]
-    block = replace(part, share=used / blocks, in_tiles=True)
+    block = replace(part, share=cut.used / cut.blocks, in_tiles=True)
+    sizes = [min(cut.rows, rows - number * cut.rows) for number in range(cut.used)]
     pieces = [
         replace(block, name=f"{part.name}.tiles.{number}", shapes=((size, columns),))
         for number, size in enumerate(sizes)
     ]
-    if left:
-        idle = f"{part.name}.idle rows"
-        pieces.append(replace(block, name=idle, shapes=((left, columns),), idle=True))
+    if left := rows - sum(sizes):
+        pieces.append(replace(block, name=f"{part.name}.idle rows", shapes=((left, columns),), idle=True))
     return pieces
