@@ -128,7 +128,10 @@ def test_what_cannot_be_cut_is_refused_by_name(folder):
     cache = DynamicCache(config=model.config)
     generate(model, cache=cache)
     tile_generation_(model, sequences=3)
-    with torch.no_grad(), pytest.raises(UnsupportedError, match=r"in tiles of \[2, 2, 1\] .* tiles of \[3, 2\]"):
+    with (
+        torch.no_grad(),
+        pytest.raises(UnsupportedError, match=r"in tiles of \[2, 2, 1\] .* tiles of \[3, 2\]"),
+    ):
         model(IDS, cache=copy.deepcopy(cache))
     for change in (lambda: cache.batch_repeat_interleave(2), lambda: cache.batch_select_indices(IDS[0])):
         with pytest.raises(UnsupportedError, match="a cache in tiles cannot"):
