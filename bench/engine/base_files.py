@@ -23,7 +23,7 @@ def write_base(folder: Path, shape: Mapping[str, int], packing: str) -> Path:
     where they are no multiple), norms, embeddings and head in bf16.
     """
     folder.mkdir()
-    config, shapes = _config(shape)
+    config, shapes = llama_files(shape)
     if packing == "fp8":
         config["quantization_config"] = {
             "quant_method": "fp8",
@@ -49,7 +49,7 @@ def write_base(folder: Path, shape: Mapping[str, int], packing: str) -> Path:
     return folder
 
 
-def _config(shape: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+def llama_files(shape: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     """Return a Llama's configuration, and the shapes of its weights by name."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

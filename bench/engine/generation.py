@@ -1,9 +1,10 @@
-"""Generation from a model on disk, beside accelerate's disk_offload and plain PyTorch: `infinity bench
-generate`.
+"""Generation from a model on disk, beside accelerate's disk_offload, DeepSpeed's ZeRO-Inference and plain
+PyTorch: `infinity bench generate`.
 
 Each contestant loads the same folder, in a process of its own, generates a few tokens that settle and then
-those that count. Bytes read are those of our own count, and for accelerate the kernel's: its memory-mapped
-weights stay in the page cache as long as the system has room, which no contestant's peak counts.
+those that count. Bytes read are the kernel's, by /proc/self/io. accelerate's memory-mapped weights stay in
+the page cache, which no contestant's peak counts, as long as the system has room: so their pages are given up
+after each token, as they are where memory does not hold the model.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,11 @@ from typing import Any
 from rich.console import Console
 
 from infinity.bench.arguments import positive
+from infinity.bench.engine import rival
 from infinity.bench.engine.lora import format_bytes
-from infinity.bench.engine.runs import folder_on
+from infinity.bench.engine.runs import HERE, OWN, Environment, folder_on
 from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, report
 from infinity.bench.targets import Target
-from infinity.cli.interrupted import held_back
 from infinity.errors import ConfigError, InfinityError
 from infinity.sizes import format_size
 
@@ -49,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", nargs="+", type=positive, default=[1], metavar="N", help="sequences (1)")
     add("--prompt", type=positive, default=16, metavar="TOKENS", help="of each prompt (16)")
     add("--tokens", type=positive, default=16, help="generated for each sequence, counted (16)")
-    add("--peer", action="append", choices=("accelerate", "torch"), default=[], help="may be repeated")
+    peers = ("accelerate", "deepspeed", "torch")
+    add("--peer", action="append", choices=peers, default=[], help="may be repeated")
+    add("--venv", type=Path, metavar="DIR", help="DeepSpeed's virtual environment, as of infinity bench step")
     add_outputs(parser, plots=False)
 
 
@@ -59,6 +60,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     for needed in ("transformers", *(("accelerate",) if "accelerate" in options.peer else ())):
         if importlib.util.find_spec(needed) is None:
             raise ConfigError(f"infinity bench generate needs {needed}: pip install {needed}")
+    environments = {"deepspeed": _environment(options)} if "deepspeed" in options.peer else {}
     with folder_on(options.nvme) as folder:
         with console.status("writing the model"):
             _write_model(options, folder / "model")
@@ -66,9 +68,19 @@ def run(options: argparse.Namespace, console: Console) -> int:
         for batch in options.batch:
             for kind, host_memory in _contestants(options):
                 with console.status(f"{kind} {host_memory}, batch {batch}"):
-                    rows.append(_measured(options, folder, kind, host_memory, batch))
+                    environment = environments.get(kind, OWN)
+                    rows.append(_measured(options, folder, kind, host_memory, batch, environment))
         report(findings_of(rows, options), options, console, folder)
     return 0
+
+
+def _environment(options: argparse.Namespace) -> Environment:
+    """Return DeepSpeed's. Raises: ConfigError without one."""
+    if options.venv is None:
+        raise ConfigError("--peer deepspeed runs in an environment of its own: give --venv DIR")
+    environment = Environment.of_venv(options.venv)
+    rival.check(environment)
+    return environment
 
 
 def _contestants(options: argparse.Namespace) -> list[tuple[str, str]]:
@@ -94,9 +106,15 @@ def _write_model(options: argparse.Namespace, folder: Path) -> None:
 
 
 def _measured(
-    options: argparse.Namespace, folder: Path, kind: str, host_memory: str, batch: int
+    options: argparse.Namespace,
+    folder: Path,
+    kind: str,
+    host_memory: str,
+    batch: int,
+    environment: Environment,
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        answer = folder / "answer.json"
         spec = {
             "kind": kind,
             "model": str(folder / "model"),
@@ -105,22 +123,14 @@ def _measured(
             "batch": batch,
             "prompt": options.prompt,
             "tokens": options.tokens,
-            "answer": str(folder / "answer.json"),
+            "answer": str(answer),
         }
-        program = [sys.executable, "-m", "infinity.bench.engine.generation_worker", json.dumps(spec)]
-        with held_back():
-            child = subprocess.Popen(  # noqa: S603 - of this Python
-                program, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-            )
-        try:
-            _, said = child.communicate()
-        finally:
-            child.kill()
-            child.wait()
-        if child.returncode:
-            raise ContestantError(f"{kind}, batch {batch}, ended with {child.returncode}:\n{said[-2000:]}")
-        answer: dict[str, Any] = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
-        return answer
+        answer.unlink(missing_ok=True)
+        code, said = environment.run([str(HERE / "generation_worker.py"), json.dumps(spec)])
+        if code or not answer.exists():
+            raise ContestantError(f"{kind}, batch {batch}, ended with {code}:\n{said[-2000:]}")
+        measured: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        return measured
 
 
 def findings_of(rows: list[dict[str, Any]], options: argparse.Namespace) -> Findings:
@@ -141,6 +151,7 @@ def findings_of(rows: list[dict[str, Any]], options: argparse.Namespace) -> Find
             Column("host_memory", "host_memory"),
             Column("batch", "batch"),
             Column("tokens_per_s", "tokens/s", "{:.2f}".format),
+            Column("load_s", "loaded, s", "{:.2f}".format),
             Column("first_s", "first token, s", "{:.2f}".format),
             Column("read_nbytes", "read per token", format_bytes),
             Column("peak_nbytes", "peak memory", format_size),

@@ -30,6 +30,8 @@ from infinity.sizes import format_size, parse_size
 
 HELP = "Answer a file of prompts, within a budget of host memory; weights that do not fit stream from NVMe."
 
+_TILE_SHARE = 8
+"""One part in so many of the budget: what a layer's activations, keys and values may take, by estimate."""
 _WAITS_MOSTLY = 0.5
 """Of the seconds: where reads take more, they are what bounds a generation."""
 
@@ -52,6 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompts", metavar="FILE", required=True, help=prompts)
     add("--out", metavar="FILE", help="a new file for the answers, JSON lines (default: standard output)")
     add("--batch", metavar="N", type=int, default=16, help="sequences for each pass over the weights (16)")
+    add(
+        "--tile",
+        metavar="N",
+        type=int,
+        help="sequences of a batch that a layer computes at a time, to save memory (default: as many as an "
+        "eighth of the budget holds)",
+    )
     add("--max-new-tokens", metavar="N", type=int, default=128, help="of an answer (128)")
     add("--temperature", metavar="X", type=float, help="sample at this temperature (default: greedily)")
     add(
@@ -65,7 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefill",
         metavar="TOKENS",
         type=int,
-        help="take prompts in chunks of so many tokens, to save memory",
+        help="take prompts in chunks of so many tokens, to save memory (default: whole, where an eighth of "
+        "the budget holds one)",
     )
     nvme = (
         "a folder for what cannot be read from the model's files: with --kv-memory, keys and values; may be "
@@ -116,10 +126,10 @@ def _check(options: argparse.Namespace) -> None:
             os.environ.get("WORLD_SIZE", "1")
         )
         > 1,
-        "--batch, --max-new-tokens and --prefill are at least 1.": min(
-            options.batch, options.max_new_tokens, 1 if options.prefill is None else options.prefill
-        )
-        < 1,
+        "--batch, --tile, --max-new-tokens and --prefill are at least 1.": any(
+            one is not None and one < 1
+            for one in (options.batch, options.tile, options.max_new_tokens, options.prefill)
+        ),
         "--temperature is above 0; leave it out to take the likeliest token.": temperature is not None
         and not temperature > 0,
         "--top-p is above 0 and at most 1.": top_p is not None and not 0 < top_p <= 1,
@@ -166,6 +176,8 @@ class Figures:
     done: Stats | None = None
     fits_nbytes: int = 0
     """The host_memory with which no token reads weights."""
+    tile: int = 0
+    """Sequences that a layer has computed at a time, at most; 0: whole batches."""
 
     def text(self) -> str:
         """Say it in four lines."""
@@ -173,7 +185,7 @@ class Figures:
         lines.append(
             f"{self.sequences:,} prompts of {self.prompt_tokens:,} tokens; {self.tokens:,} tokens in "
             f"{self.seconds:.1f} s: {self.tokens / max(self.seconds, 1e-9):.2f} tokens/s, the first after "
-            f"{self.first_s:.2f} s"
+            f"{self.first_s:.2f} s" + (f"; a layer computed {self.tile} at a time" if self.tile else "")
         )
         if self.done is None:
             return lines[0]
@@ -205,6 +217,7 @@ def _generate(
     weights = sum(unit.record.field_nbytes("hi") for unit in engine.units)
     largest = max(unit.resident_nbytes for unit in engine.units)
     figures = Figures(fits_nbytes=least_total(weights, largest, engine.schema))
+    _tile(model, prompts, options, figures)
     torch.manual_seed(options.seed)
     before, began = stats(model), time.perf_counter()
     with _Progress(len(prompts), options.max_new_tokens, figures, began) as progress:
@@ -222,6 +235,24 @@ def _generate(
             progress.batch_over()
     figures.done = stats(model).since(before)
     return figures
+
+
+def _tile(model: Any, prompts: Sequence[Prompt], options: argparse.Namespace, figures: Figures) -> None:
+    """Have layers compute as many sequences at a time as asked, or as _TILE_SHARE of the budget holds; set
+    options.prefill where it does not hold one.
+    """
+    from infinity.huggingface.batch_tiles import tile_generation_, widths_of
+
+    widths, limit = widths_of(model), engine_of_model(model).budget.total_nbytes // _TILE_SHARE
+    prompt = max(len(one.ids) for one in prompts)
+    tokens, batch = prompt + options.max_new_tokens, min(options.batch, len(prompts))
+    if options.prefill is None:
+        options.prefill = widths.chunk(prompt, tokens, limit)
+    at_once = min(prompt, options.prefill or prompt)
+    tile = options.tile or widths.sequences(batch, at_once, tokens, limit)
+    if tile < batch:
+        tile_generation_(model, sequences=tile)
+        figures.tile = tile
 
 
 def _answer(

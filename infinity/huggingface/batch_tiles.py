@@ -2,11 +2,11 @@
 
 [Note: tiles of a batch]
 A forward without gradients reads the weights once, whatever the batch; but what a block needs of memory
-beside them grows with it: its activations, and the keys and values that its attention works with. So a block runs
-over tiles of a few sequences, one after another, while its weights stay resident, and the cache keeps the
-keys and values of each tile apart: those of the whole batch are never made into one tensor. A block's input
-and result, and the logits of the last tokens, are whole. Each sequence gets the bits that it has in a batch
-of its tile alone.
+beside them grows with it: its activations, and the keys and values that its attention works with. So a block
+runs over tiles of a few sequences, one after another, while its weights stay resident, and the cache keeps
+the keys and values of each tile apart: those of the whole batch never become one tensor. A block's input and
+result, and the logits of the last tokens, are whole. Each sequence gets the bits that it has in a batch of
+its tile alone.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from transformers.cache_utils import (
 
 from infinity.errors import UnsupportedError
 from infinity.huggingface.kv_cache import StoredLayer, in_a_ring
+from infinity.planning.generation import LayerWidths
 from infinity.tiling.batch import blocks_and_norms
 from infinity.tiling.sliced import InSlices
 
@@ -99,8 +100,8 @@ class SequenceTiles(InSlices):
         forward: Any = self.forward
         while isinstance(forward, InSlices):
             forward = forward.forward
-        untiled: Callable[..., Any] = forward
-        return untiled
+        own: Callable[..., Any] = forward
+        return own
 
 
 def _cut(leaf: Any, batch: int, start: int, stop: int) -> Any:
@@ -307,3 +308,23 @@ def _layer_in_tiles(layer: Any, tiles: CacheTiles) -> Any:
     count = len(tiles.sizes)
     own = isinstance(layer, StoredLayer)
     return TiledLayer([layer.another() if own else copy.deepcopy(layer) for _ in range(count)], tiles)
+
+
+def widths_of(model: nn.Module) -> LayerWidths:
+    """Return what a model of transformers makes of a token in its widest block."""
+    config: Any = model.config
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    routed = getattr(text, "num_experts_per_tok", None) or 1
+    blocks = [one for one in blocks_and_norms(model, None).values() if next(one.children(), None) is not None]
+    products = max(_made(block, routed) for block in blocks)
+    itemsize = max(one.dtype.itemsize for one in model.parameters() if one.is_floating_point())
+    return LayerWidths(products, 2 * heads * width, max(2, itemsize))
+
+
+def _made(block: nn.Module, routed: int) -> int:
+    """Elements that a block's linear layers and experts make of a token. routed: experts of a token."""
+    linear = sum(getattr(one, "out_features", 0) or getattr(one, "nf", 0) for one in block.modules())
+    stacks = sum(routed * one.shape[1] for one in block.parameters() if one.dim() == 3)
+    return max(1, linear + stacks)

@@ -128,6 +128,23 @@ def test_batches_chunks_sampling_and_keys_and_values_in_a_share_work_together(ba
     assert [one["prompt"].count("the") for one in answers] == [1, 2, 3]
 
 
+def test_a_batch_in_tiles_and_chunks_that_the_budget_asks_for_gives_the_answers_of_whole_batches(
+    base, tmp_path, capsys
+):
+    prompts = [
+        json.dumps({"prompt": " ".join(["the cat sat", "a dog ran", "who"][:many])}) for many in (1, 3, 2)
+    ]
+    answers = []
+    for options in (["--tile", "3"], ["--tile", "2"], ["--host-memory", "128KiB"]):
+        (tmp_path / "answers.jsonl").unlink(missing_ok=True)
+        code, said = run(base, prompts, "--batch", "3", *options, folder=tmp_path)
+        assert code == 0
+        answers.append((said, "a layer computed 2 at a time" in (err := capsys.readouterr().err), err))
+    assert answers[0][0] == answers[1][0] == answers[2][0]
+    assert [tiled for _, tiled, _ in answers[:2]] == [False, True]
+    assert "at a time" in answers[2][2]
+
+
 def test_answers_stop_at_each_end_that_the_model_names_and_padding_behind_it_is_not_counted(
     base, tmp_path, capsys
 ):
@@ -213,6 +230,7 @@ def test_a_model_that_is_refused_leaves_no_file_of_answers_behind(base, tmp_path
         (['{"prompt": "the"}'], ["--top-p", "2"], "--top-p is above 0 and at most 1"),
         (['{"prompt": "the"}'], ["--temperature", "0"], "--temperature is above 0"),
         (['{"prompt": "the"}'], ["--batch", "0"], "at least 1"),
+        (['{"prompt": "the"}'], ["--tile", "0"], "at least 1"),
         (['{"prompt": "the"}'], ["--prefill", "0"], "--prefill are at least 1"),
         (['{"prompt": "the"}'], ["--out", "nowhere/a.jsonl"], "there is no folder of that file"),
         (['{"prompt": "the"}'], ["--out", "."], "--out . exists, and is never overwritten"),

@@ -3,7 +3,7 @@
     python tests/support/packed_run.py FOLDER BASE FROZEN KILL
 
 BASE: a checkpoint. FROZEN: frozen_dtype, "-" for none. KILL: in the middle of which step's backward the
-process kills itself; -1 for no step. [step, loss] is appended to FOLDER/losses as a line of JSON; the adapters
+process kills itself; -1 for no step. [step, loss] is appended to FOLDER/losses as a line of JSON; adapters
 are in FOLDER/adapters.pt at the end.
 """
 
