@@ -155,11 +155,11 @@ def _unwrapped(wrapped: list[WrappedLayer]) -> Iterator[None]:
     """Give parents the layers themselves, and the wrappers back: see [Note: merging]."""
     try:
         for one in wrapped:
-            setattr(one.parent, one.place, one.inner)
+            one.parent.register_module(one.place, one.inner)
         yield
     finally:
         for one in wrapped:
-            setattr(one.parent, one.place, one.wrapper)
+            one.parent.register_module(one.place, one.wrapper)
 
 
 class MergedLayers:
