@@ -313,8 +313,8 @@ class Construction:
             release(parameter, placeholder(parameter.shape, entry.dtype, parameter.device))
             self.asked.note(parameter, entry.asked)
             self._real.pop(id(parameter), None)
-        if self._mapped is not None:
-            self._mapped.taken(sum(entry.nbytes for entry, _ in alive))
+        if self._mapped is not None:  # of what lies in files nothing was read
+            self._mapped.taken(sum(entry.nbytes for entry, _ in alive if id(entry) not in lain))
 
     def _write(self, entries: Sequence[tuple[BuiltParameter, nn.Parameter]]) -> None:
         """Write the values of real parameters to their records."""
