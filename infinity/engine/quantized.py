@@ -12,6 +12,8 @@ the model.
   kernels, to the same bits.
 - compressed-tensors: transformers puts compressed layers in the model, which its package decompresses when
   they compute first. Here they are converted while they are loaded, as `dequantize=True` asks for.
+Checkpoints by any other method are refused by name before anything is read: transformers would leave their
+weights in memory, or, where it does not know the method, draw new ones.
 A transformers that is imported within Init is seen to when its model is built, without values yet, which is
 before it asks for conversions.
 """
@@ -36,6 +38,8 @@ stands for the weight, or None where it is not taken.
 
 _OPERATIONS = "get_load_operations"
 _BITSANDBYTES = ("bitsandbytes_4bit", "bitsandbytes_8bit")
+_CONVERTED = ("fp8", "mxfp4", "bitsandbytes", "compressed-tensors", "metal")
+"""Methods whose weights are read in place, or converted while they are loaded."""
 
 
 @contextlib.contextmanager
@@ -48,6 +52,8 @@ def leaving_packed(offer: Offer) -> Iterator[Callable[[], None]]:
 
         def see_to_it() -> None:
             table = _table() if not kinds else {}
+            if table:
+                changed.enter_context(_refusing_others())
             for method, quantizer in table.items():
                 others = _others(method, quantizer, offer)
                 kinds.append(quantizer)
@@ -70,6 +76,25 @@ def _with_method(quantizer: Any, name: str, other: Any) -> Iterator[None]:
             delattr(quantizer, name)
         else:
             setattr(quantizer, name, own)
+
+
+def _refusing_others() -> contextlib.AbstractContextManager[None]:
+    """Refuse checkpoints quantised by other methods than those that are converted."""
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    before: Any = AutoHfQuantizer.supports_quant_method
+
+    def supports_quant_method(said: Any) -> Any:
+        method = said.get("quant_method", None)
+        if method is not None and method not in _CONVERTED:
+            raise UnsupportedError(
+                f"quant_method={method!r} in the checkpoint's configuration: weights quantised so are not "
+                f"read inside Init; {', '.join(_CONVERTED[:-1])} are. Load a checkpoint in 16 bits, which "
+                'Init(frozen=True) with frozen_dtype="nf4" or "int8" quantises.'
+            )
+        return before(said)
+
+    return _with_method(AutoHfQuantizer, "supports_quant_method", staticmethod(supports_quant_method))
 
 
 def _table() -> Mapping[str, Any]:

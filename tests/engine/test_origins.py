@@ -245,6 +245,20 @@ def test_content_is_compared_with_what_was_read_first(folder, verify):
             logits(ours)
 
 
+@pytest.mark.parametrize("bad", ["a shard is missing", "a shard is cut", "a shard is no such file"])
+def test_a_folder_that_is_not_whole_is_refused_by_the_files_name_before_anything_moves(folder, bad):
+    path = saved(folder, max_shard_size="60kB")
+    (folder / "nvme").mkdir()
+    shard = sorted(path.glob("*.safetensors"))[1]
+    data = shard.read_bytes()
+    shard.write_bytes(data[: len(data) // 2] if "cut" in bad else b"<html>not found</html>" * 100)
+    if "missing" in bad:
+        shard.unlink()
+    with pytest.raises((FileNotFoundError, infinity.TensorFileError), match=str(shard)):
+        loaded(path, folder / "nvme")
+    assert list((folder / "nvme").iterdir()) == []
+
+
 def test_a_file_replaced_by_another_of_its_name_stays_what_it_was(folder):
     path = saved(folder)
     ours = loaded(path, folder)

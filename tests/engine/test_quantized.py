@@ -202,6 +202,20 @@ def test_packed_weights_that_nothing_here_reads_are_refused_by_name_before_anyth
         torch.nn.Linear(4, 4, bias=False, device="meta", dtype=torch.float8_e4m3fn)
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq", "torchao", "one that is yet to come"])
+def test_checkpoints_quantised_by_other_methods_are_refused_by_name_before_anything_moves(folder, method):
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(**quantised.SIZES)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "model")
+    quantised.add_method(folder / "model", quant_method=method, bits=4)
+    (folder / "nvme").mkdir()
+    with pytest.raises(
+        infinity.UnsupportedError, match=rf"quant_method='{method}' .* fp8, mxfp4, bitsandbytes"
+    ):
+        loaded(folder / "model", folder / "nvme")
+    assert list((folder / "nvme").iterdir()) == []
+
+
 def in_files(model):
     """Return the units that lie in files, packed or not."""
     return [unit for unit in engine_of_model(model).units if unit.record.in_files is not None]
