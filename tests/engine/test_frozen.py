@@ -1,6 +1,7 @@
 """Frozen weights quantised when they are loaded. Trusted: the weights, within the stated bounds."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import transformers
 import infinity
 import models
 import quantised
-from infinity import Config, ConfigError, Init
+from infinity import AdamW, Config, ConfigError, Init, reference
 from infinity.engine.engine import engine_of_model
 from parity import repeatable
 
@@ -117,6 +118,28 @@ def test_zeros_and_what_does_not_fill_a_block_are_kept(folder):
         down = model.model.layers[0].mlp.down_proj.weight.float()
         error = ours["model.layers.0.mlp.down_proj.weight"].float() - down
         assert error.square().mean().sqrt() < 0.1 * down.square().mean().sqrt()
+
+
+def test_quantised_layers_that_are_trained_after_all_get_records_of_their_own_and_the_log_says_so(
+    folder, caplog
+):
+    saved(folder / "model")
+    ours = loaded(folder / "model", folder, "nf4")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    plain.load_state_dict(ours.state_dict())
+    losses = []
+    for model, kind in ((reference.prepare(plain), reference.ReferenceAdamW), (ours, AdamW)):
+        model.requires_grad_(False)
+        model.model.layers[1].requires_grad_(True)
+        with caplog.at_level(logging.INFO, "infinity"):
+            optimizer = kind([one for one in model.parameters() if one.requires_grad], lr=1e-3)
+        losses.append(models.train(model, optimizer, 2))
+    assert losses[0] == losses[1]
+    said = (
+        r"layers.1.self_attn.q_proj and 8 more were copied .* to records of their own, .* since AdamW trains"
+    )
+    assert re.search(said, caplog.text)
+    assert {name for _, name in infinity.stats(ours).written_nbytes} >= {"packed", "hi", "lo"}
 
 
 def test_what_cannot_be_quantised_is_refused_by_name(folder):
