@@ -53,9 +53,9 @@ from infinity.storage.stripes import StripedStore
 from infinity.tiling import Routed
 from infinity.timeline import Timeline
 from infinity.units import advice
+from infinity.units.aside import Aside
 from infinity.units.device_tier import DeviceTier, Records
 from infinity.units.device_updates import DeviceUpdates
-from infinity.units.lent import Lent
 from infinity.units.meeting import MeetingOfRanks
 from infinity.units.pinning import Pins
 from infinity.units.released import CONVERSIONS, not_converted, not_resident, owner_of, set_owner
@@ -406,7 +406,7 @@ class Engine:
         if answer is not None:
             return answer
         if advice.makes_adapter():
-            return Lent(partial(self._aside, parameters))
+            return Aside(partial(self._aside, parameters))
         name = self.parameters.name_of(parameters[0])
         if operation in CONVERSIONS:
             where = f"{self.ranks.device!r} in {self.weights.dtype}"

@@ -39,9 +39,10 @@ def refuse_packed(module: nn.Module, name: str, parameter: nn.Parameter) -> None
     if parameter.dtype in _PACKED:
         raise UnsupportedError(
             f"{type(module).__name__}.{name} is {parameter.dtype} without values: packed weights of a "
-            "quantised model, in a layout that is not read in place. fp8 with fp32 block scales and MXFP4 "
+            "quantised model, in a layout that is not read in place. fp8 with block scales and MXFP4 "
             "are, where transformers converts them (FineGrainedFP8Config(dequantize=True), "
-            "Mxfp4Config(dequantize=True), the default on a CPU), and nf4, fp4 and int8 of bitsandbytes. "
+            "Mxfp4Config(dequantize=True), the default on a CPU), nf4, fp4 and int8 of bitsandbytes, and "
+            "compressed-tensors'. "
             "Others: let transformers convert them (dequantize=True), or load a checkpoint in 16 bits."
         )
 

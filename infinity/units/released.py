@@ -24,8 +24,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.errors import NotResidentError, UnsupportedError
 from infinity.units import advice
+from infinity.units.aside import Aside
 from infinity.units.attached import DATA, call
-from infinity.units.lent import Lent
 
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 """Attributes of a tensor that hand out its values; every other attribute is metadata."""
@@ -82,7 +82,7 @@ class Owner(Protocol):
         """Make the values of `parameters` present for `operation(*args)`, or raise NotResidentError.
 
         Returns a value to answer the operation with; None to let it run on the parameters, now present; or
-        what lends it their values alone.
+        what holds them aside for it.
         """
 
 
@@ -144,7 +144,7 @@ class Released(nn.Parameter):
                 f"a parameter of shape {shape} is used by {operation}(), but its engine is gone"
             )
         answer = owner.touch(parameters, operation, (*args, *kwargs.values()))
-        if isinstance(answer, Lent):
+        if isinstance(answer, Aside):
             answer = answer.answer(parameters, partial(func, *args, **kwargs))
         elif answer is None:
             answer = call(func, operation, args, kwargs)
@@ -308,6 +308,6 @@ def _convert(
     if owner is None:
         raise not_resident(parameter, operation)
     answer = owner.touch([parameter], operation, args)
-    if isinstance(answer, Lent):
+    if isinstance(answer, Aside):
         return answer.answer([parameter], partial(func, *args, **kwargs))
     return answer if answer is not None else func(*args, **kwargs)

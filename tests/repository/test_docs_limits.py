@@ -5,14 +5,17 @@ import io
 import pickle
 import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn.utils import prune
 
 import infinity
 import models
+import quantised
 from places import ROOT
 
 PAGE = (ROOT / "docs/limits.md").read_text()
@@ -90,6 +93,25 @@ def quantising(lab):
         Bnb4BitHfQuantizer(BitsAndBytesConfig(load_in_4bit=True), pre_quantized=False).validate_environment()
 
     lab.build(load)
+
+
+def otherwise_quantised(method, lab):
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
+    config = transformers.LlamaConfig(hidden_size=8, intermediate_size=8, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(f"{lab.folder}/model")
+    quantised.add_method(Path(lab.folder, "model"), quant_method=method)
+    lab.build(lambda: AutoModelForCausalLM.from_pretrained(f"{lab.folder}/model"))
+
+
+def merged_into_packed(lab):
+    peft = pytest.importorskip("peft")
+    with infinity.Init(nvme=lab.folder, host_memory="1MiB", frozen_dtype="nf4"):
+        base = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))
+        base.requires_grad_(False)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["0"]))
+    infinity.save_merged(model, f"{lab.folder}/merged")
 
 
 def mesh(*names):
@@ -223,6 +245,10 @@ TRIED = {
         lambda lab: lab.owner(torch.ones(4, 4, dtype=torch.float64)),
         lambda lab: lab.owner(torch.ones(4, 4).to(torch.float8_e4m3fn)),
     ],
+    "checkpoints quantised by other methods (GPTQ, AWQ, torchao, unknown ones)": [
+        partial(otherwise_quantised, one) for one in ("gptq", "awq", "torchao", "unknown")
+    ],
+    "`save_merged` of a packed base without `dtype`": [merged_into_packed],
     "packed weights of a quantised model (uint8, int8, fp8 without values)": [
         lambda lab: lab.build(partial(without_values, torch.uint8)),
         lambda lab: lab.build(partial(without_values, torch.int8)),

@@ -1,4 +1,4 @@
-"""Values of released parameters for one operation alone, outside forward and backward.
+"""Values of released parameters, held aside for one operation alone, outside forward and backward.
 
 PEFT's DoRA takes the norms of each weight that it adapts when the adapter is made: layer after layer, a few
 operations each, in code that knows nothing of `gathered`. To gather the whole base for that would hold it in
@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 
-class Lent:
+class Aside:
     """What an owner answers with, if an operation is to run on values that are there for it alone."""
 
     def __init__(self, holding: Callable[[], AbstractContextManager[None]]) -> None:
