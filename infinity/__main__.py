@@ -37,6 +37,12 @@ def _generation() -> Command:
     return generation
 
 
+def _lora() -> Command:
+    from infinity.bench.engine import lora
+
+    return lora
+
+
 def _tiles() -> Command:
     from infinity.bench.tiling import tiles
 
@@ -74,7 +80,8 @@ BENCHES = {
     ),
     "adam": (_adam, "parameters per second of the update's kernels beside the memory's speed and torch's"),
     "step": (_step, "whole training steps beside their floor, DeepSpeed and plain PyTorch"),
-    "generate": (_generation, "generation from disk, beside accelerate's disk_offload and plain PyTorch"),
+    "generate": (_generation, "generation from disk, beside accelerate, DeepSpeed and plain PyTorch"),
+    "lora": (_lora, "the bytes and the memory of a LoRA step on an offloaded base, beside their limits"),
     "tiles": (_tiles, "peak memory and time of operators in tiles, beside the whole ones and DeepSpeed's"),
     "experts": (
         _experts,

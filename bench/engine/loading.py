@@ -3,7 +3,8 @@
     python -m infinity.bench.engine.loading --nvme DIR --json loading.json
 
 A Llama's checkpoint is written first, all zeros in files with holes, so that it takes no room on the disk: to
-be ready a model needs its files' headers alone. Each run is a process of its own; imports are not counted.
+be ready a model needs its files' headers alone. (With nvme=... Init writes a block of 4 KiB to that folder as
+well, to see whether it takes O_DIRECT.) Each run is a process of its own; imports are not counted.
 Exits with 1 above the limit, or where anything was written or the checkpoint's files have changed.
 """
 
@@ -20,35 +21,19 @@ from rich.console import Console
 
 from infinity.bench.engine.base_files import llama_files
 from infinity.bench.engine.lora import format_bytes
-from infinity.bench.engine.runs import OWN, RunError, folder_on
+from infinity.bench.engine.runs import OWN, SHAPES, RunError, folder_on
 from infinity.bench.findings import Column, Findings, asked, command, run_command
 from infinity.bench.targets import Target
 
 SECONDS = Target("≤", 2.0, "s until the model is ready, beyond imports")
-SHAPES: dict[str, dict[str, int]] = {
-    "1.1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 22,
-        "num_attention_heads": 32,
-        "vocab_size": 32000,
-    },
-    "3b": {
-        "hidden_size": 3200,
-        "intermediate_size": 8640,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 32,
-        "vocab_size": 32000,
-    },
-}
 _PROGRAM = """
 import json, sys, time
 import psutil, torch
 from transformers import LlamaForCausalLM
 import infinity, infinity.engine.frozen, infinity.engine.pretrained
-folder, nvme, host_memory = sys.argv[1:]
+folder, host_memory = sys.argv[1:]
 before, began = psutil.Process().io_counters(), time.perf_counter()
-with infinity.Init(nvme=nvme, host_memory=host_memory, device="cpu", frozen=True):
+with infinity.Init(host_memory=host_memory, device="cpu", frozen=True):
     model = LlamaForCausalLM.from_pretrained(folder)
 seconds, after = time.perf_counter() - began, psutil.Process().io_counters()
 done = infinity.stats(model)
@@ -92,7 +77,7 @@ def load(options: argparse.Namespace, folder: Path, console: Console) -> Finding
         rows = []
         for number in range(options.runs):
             with console.status(f"loading, run {number + 1} of {options.runs}"):
-                code, said = OWN.run(["-c", _PROGRAM, str(base), str(place), options.host_memory])
+                code, said = OWN.run(["-c", _PROGRAM, str(base), options.host_memory])
             if code:
                 raise RunError(f"loading ended with exit code {code}:\n{said[-2000:]}")
             rows.append({"model": options.model, **json.loads(said.strip().splitlines()[-1])})

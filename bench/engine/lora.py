@@ -1,6 +1,6 @@
-"""NVMe bytes and peak memory of a LoRA step on an offloaded base, beside their limits.
+"""NVMe bytes and peak memory of a LoRA step on an offloaded base, beside their limits: `infinity bench lora`.
 
-    python -m infinity.bench.engine.lora --nvme DIR --json lora.json
+    infinity bench lora --nvme DIR --json lora.json
 
 PEFT's adapters on the attention's queries and values of a Llama built in Init; torch's AdamW trains them in
 memory. The base is frozen: a step reads its 16-bit weights and writes none of them. The bytes written to the
@@ -24,14 +24,16 @@ from typing import Any
 
 from rich.console import Console
 
+from infinity.bench.arguments import positive
 from infinity.bench.engine.base_files import PACKINGS, write_base
 from infinity.bench.engine.memory import ALLOWANCE, largest_block
-from infinity.bench.engine.runs import OWN, SETTLING, SHAPES, Measured, Model, measure
-from infinity.bench.findings import Column, Findings, asked, command, run_command
+from infinity.bench.engine.runs import OWN, SETTLING, SHAPES, Measured, Model, folder_on, measure
+from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, report
 from infinity.bench.targets import Target, mark
 from infinity.errors import ConfigError
 from infinity.sizes import format_size, parse_size
 
+HELP = "Bytes and memory of a LoRA step on an offloaded or streamed base, beside their limits."
 WRITTEN = Target("≤", 1.0, "% of the bytes read are written")
 
 
@@ -49,6 +51,8 @@ class LoraRow:
     bound_nbytes: int
     build_s: float
     """Seconds until the model was there."""
+    first_step_s: float
+    """Seconds until the first step was over, loading included."""
 
     @property
     def read_per_parameter(self) -> float:
@@ -87,6 +91,7 @@ def row_of(model: str, host_memory: str, run: Measured) -> LoraRow:
         peak_nbytes=run.peak_nbytes,
         bound_nbytes=parse_size(host_memory) + blocks + ALLOWANCE,
         build_s=run.build_s,
+        first_step_s=run.build_s + sum(run.all_seconds[:1]),
     )
 
 
@@ -107,6 +112,7 @@ def findings_of(row: LoraRow, run: Measured, options: argparse.Namespace) -> Fin
             Column("model", "model"),
             Column("parameters", "parameters", "{:,}".format),
             Column("build_s", "s until it is there", "{:.1f}".format),
+            Column("first_step_s", "first step over, s", "{:.1f}".format),
             Column("read_nbytes", "read in a step", format_bytes),
             Column("read_per_parameter", "B per parameter", "{:.2f}".format),
             Column("written_nbytes", "written", format_bytes),
@@ -131,7 +137,7 @@ def format_bytes(mean: float) -> str:
 def train(options: argparse.Namespace, folder: Path, console: Console) -> Findings:
     """Train the adapters in a process of their own. Raises: ConfigError without peft."""
     if importlib.util.find_spec("peft") is None:
-        raise ConfigError("python -m infinity.bench.engine.lora needs peft: pip install peft")
+        raise ConfigError("infinity bench lora needs peft: pip install peft")
     model = Model(options.model, options.tokens, SETTLING + options.steps)
     settings: dict[str, Any] = {"host_memory": options.host_memory, "rank": options.rank}
     with tempfile.TemporaryDirectory(prefix="infinity-base-", dir=folder) as place:
@@ -144,22 +150,27 @@ def train(options: argparse.Namespace, folder: Path, console: Console) -> Findin
     return findings_of(row_of(options.model, options.host_memory, run), run, options)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measure; show the bytes of a step and the peak; exit with 1 above a limit."""
-    parser = command("engine.lora", "LoRA's NVMe bytes and memory against their limits")
-    parser.add_argument("--model", choices=SHAPES, default="1.1b")
-    parser.add_argument("--host-memory", default="512MiB", metavar="SIZE")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add = parser.add_argument
+    add("--nvme", type=Path, required=True, metavar="DIR", help="a folder on the disk")
+    add("--model", choices=SHAPES, default="1.1b")
+    add("--host-memory", default="512MiB", metavar="SIZE")
     bases = ("built", *PACKINGS)
-    parser.add_argument(
-        "--base", choices=bases, default="built", help="built in Init, or a checkpoint's files"
-    )
-    parser.add_argument("--rank", type=int, default=8, help="of the adapters")
-    parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=3, help=f"counted, after {SETTLING} that settle")
-    findings = run_command(parser, arguments, train)
-    if not findings.rows[0]["met"]:
-        raise SystemExit(1)
+    add("--base", choices=bases, default="built", help="built in Init, or a checkpoint's files")
+    add("--rank", type=positive, default=8, help="of the adapters")
+    add("--tokens", type=positive, default=16)
+    add("--steps", type=positive, default=3, help=f"counted, after {SETTLING} that settle")
+    add_outputs(parser, plots=False)
 
 
-if __name__ == "__main__":
-    main()
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Measure; show the bytes of a step and the peak; return 1 above a limit.
+
+    Raises: ConfigError; RunError with what a process has printed.
+    """
+    check_outputs(options)
+    with folder_on(options.nvme) as folder:
+        findings = train(options, folder, console)
+        report(findings, options, console, folder)
+    return 0 if findings.rows[0]["met"] else 1

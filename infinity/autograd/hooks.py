@@ -22,6 +22,11 @@ starts a backward of its own keeps its lease meanwhile.
 Following each module costs as much as computing it, where one token is computed with a small layer. So a
 forward without gradients that finds all its units where they compute, so that a use would fetch nothing,
 holds all of them from its begin to its end, and the modules in it are not followed.
+
+[Note: routed units in tiles]
+A module that runs in tiles holds all units in it, so that one fetch serves every tile. Of experts, which the
+data chooses, a tile may need a few: in a round, where no backward needs the others, each is held by the
+experts' own calls.
 """
 
 from __future__ import annotations
@@ -170,8 +175,10 @@ class Hooks:
         if self._at_once and outer is None:
             self._hold_all(below, frame)
             return
+        as_chosen = slices and self._residency.in_round  # see [Note: routed units in tiles]
         for unit in units:
-            self._hold(unit, frame)
+            if not (as_chosen and unit in self._residency.routed):
+                self._hold(unit, frame)
 
     def _watching(
         self, task: int, inputs: Any

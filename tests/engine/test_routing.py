@@ -125,6 +125,29 @@ def test_a_step_moves_the_bytes_of_the_dense_part_and_of_the_experts_it_routes_t
     assert per_parameter <= 1.05 * 26 * share <= 3
 
 
+@pytest.mark.parametrize("tiles", [False, True])
+def test_a_generated_token_reads_the_experts_that_it_is_routed_to_less_what_is_kept(folder, tiles):
+    plain = models.prepared_of_experts("mixtral", "grouped_mm").eval()
+    with Init(nvme=folder, host_memory="512KiB"):
+        model = models.of_experts("mixtral", "grouped_mm")
+    model.eval()
+    if tiles:
+        infinity.tile_generation_(model, sequences=1)
+    ids = torch.cat([ids_of(1), ids_of(2)])
+    given = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    model.generate(ids, **given)
+    before, uses = infinity.stats(model), [unit.residence.uses for unit in engine_of_model(model).units]
+    tokens = model.generate(ids, **given)
+    engine_of_model(model).lane.drain()
+    units = engine_of_model(model).units
+    used = zip(units, uses, strict=True)
+    needed = sum((unit.residence.uses - count) * unit.record.field_nbytes("hi") for unit, count in used)
+    read = infinity.stats(model).since(before).nvme_read_nbytes
+    every = 10 * sum(unit.record.field_nbytes("hi") for unit in units)
+    assert torch.equal(tokens, plain.generate(ids, **given))
+    assert 0 < read <= needed < every
+
+
 def test_no_more_than_the_routed_experts_and_the_window_is_resident(folder):
     with Init(nvme=folder, host_memory="2MiB"):
         model = models.of_experts("mixtral", num_local_experts=64, num_experts_per_tok=2)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from contestants import BOTH
+from infinity import __main__ as cli
 from infinity.bench.engine import lora
 from infinity.errors import ConfigError
 from measurements import RUN
@@ -42,12 +43,7 @@ def test_a_run_above_a_limit_ends_with_1(written, tmp_path, monkeypatch, capsys)
     run = replace(RUN, read_per_parameter=2.0, written_per_parameter=written)
     monkeypatch.setattr(lora, "measure", lambda *_: run)
     arguments = ["--nvme", str(tmp_path), "--model", "1m"]
-    if written:
-        with pytest.raises(SystemExit) as ended:
-            lora.main(arguments)
-        assert ended.value.code == 1
-    else:
-        lora.main(arguments)
+    assert cli.main(["bench", "lora", *arguments]) == (1 if written else 0)
     mark = "50.00 ✗" if written else "0.00 ✓"
     assert f"≤ 1 % of the bytes read are written: {mark}" in capsys.readouterr().out
 
@@ -62,7 +58,7 @@ def test_a_base_in_files_is_read_as_packed_as_it_is_and_nothing_is_written(
     monkeypatch.setattr(lora, "OWN", environment)
     out = folder / "lora.json"
     arguments = ["--nvme", str(folder), "--model", "1m", "--host-memory", "1MiB", "--steps", "1"]
-    lora.main([*arguments, "--json", str(out), "--base", base])
+    assert cli.main(["bench", "lora", *arguments, "--json", str(out), "--base", base]) == 0
     (row,) = json.loads(out.read_text())["rows"]
     assert row["written_nbytes"] == 0
     assert 0 < row["read_per_parameter"] < (9.0 if base == "bf16" else 6.0)
@@ -76,7 +72,7 @@ def test_a_small_base_is_read_in_each_step_and_never_written(folder, monkeypatch
     monkeypatch.setattr(lora, "OWN", environment)
     out = folder / "lora.json"
     arguments = ["--nvme", str(folder), "--model", "1m", "--host-memory", "1MiB", "--steps", "1"]
-    lora.main([*arguments, "--json", str(out)])
+    assert cli.main(["bench", "lora", *arguments, "--json", str(out)]) == 0
     (row,) = json.loads(out.read_text())["rows"]
     assert row["read_nbytes"] > row["parameters"]
     assert row["written_nbytes"] == 0
