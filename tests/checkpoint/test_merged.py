@@ -13,7 +13,9 @@ import infinity
 import models
 import quantised
 from infinity.engine.engine import engine_of_model
+from launches import forked
 from parity import differences
+from places import SUPPORT
 
 peft = pytest.importorskip("peft")
 
@@ -133,6 +135,32 @@ def test_a_packed_base_is_merged_in_16_bits_where_that_was_chosen(folder, kind):
     infinity.save_merged(ours, folder / "merged", dtype=torch.bfloat16)
     assert differences(merged_in_memory(plain, folder / "theirs"), tensors(folder / "merged")) == []
     assert "quantization_config" not in json.loads((folder / "merged" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt-oss in MXFP4"])
+def test_the_attention_of_experts_is_merged_and_the_experts_are_written_as_they_are(folder, kind):
+    pytest.importorskip("transformers.core_model_loading", reason="transformers 5 alone stacks experts")
+    if kind == "mixtral":
+        torch.manual_seed(1)
+        sizes = {**quantised.SIZES, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4}
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+        model.to(torch.bfloat16).save_pretrained(folder / "base")
+    else:
+        quantised.mxfp4_gpt_oss(folder / "base")
+    plain, ours = adapted(loaded(folder / "base")), adapted(loaded(folder / "base", folder))
+    infinity.save_merged(ours, folder / "ours", dtype=torch.bfloat16)
+    assert differences(merged_in_memory(plain, folder / "theirs"), tensors(folder / "ours")) == []
+    assert "quantization_config" not in json.loads((folder / "ours" / "config.json").read_text())
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_two_ranks_write_the_files_of_one(folder):
+    pytest.importorskip("transformers.core_model_loading", reason="transformers 5 alone is seen to")
+    quantised.bitsandbytes_llama(folder / "base", "nf4 nested", folder / "values")
+    forked(2, SUPPORT / "merged_ranks_run.py", folder)
+    plain = adapted(loaded(folder / "values"), use_dora=True)
+    assert differences(merged_in_memory(plain, folder / "theirs"), tensors(folder / "merged")) == []
 
 
 def test_two_active_adapters_are_merged_one_after_the_other(folder):
