@@ -105,6 +105,12 @@ def otherwise_quantised(method, lab):
     lab.build(lambda: AutoModelForCausalLM.from_pretrained(f"{lab.folder}/model"))
 
 
+def generated_in_tiles(lab, **options):
+    model = lab.build(models.MODELS["llama"])
+    infinity.tile_generation_(model, sequences=2)
+    model.generate(models.batch(0)[:, :4].repeat(4, 1), max_new_tokens=2, pad_token_id=0, **options)
+
+
 def merged_into_packed(lab):
     peft = pytest.importorskip("peft")
     with infinity.Init(nvme=lab.folder, host_memory="1MiB", frozen_dtype="nf4"):
@@ -229,6 +235,12 @@ TRIED = {
             partial(functional, model=lab.model()), dict(lab.built[-1].named_parameters())
         ),
         lambda lab: torch.func.jacrev(functional)(dict(lab.model().named_parameters()), lab.built[-1]),
+    ],
+    "`tile_generation_` with a static cache, one without layers, or with states of linear attention; tiles "
+    "that cut through beams": [
+        partial(generated_in_tiles, cache_implementation="static"),
+        partial(generated_in_tiles, past_key_values=transformers.DynamicCache()),
+        partial(generated_in_tiles, num_beams=3),
     ],
     "DTensor parameters": [distributed_parameter],
     "a DeviceMesh of several dimensions as `process_group`": [
