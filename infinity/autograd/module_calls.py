@@ -73,8 +73,8 @@ class Entering(_Hook):
         self._owner, self._hooks = owner, hooks
         self._units, self._below = units, below
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """As torch calls it."""
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """As torch calls it; returns other arguments where `_would_repeat_weight`."""
         units = self._units
         if "forward" in module.__dict__:  # else its class's, which is none of tiling's
             units = self._below if runs_in_slices(module) else units
@@ -83,6 +83,9 @@ class Entering(_Hook):
             self._hooks.enter(module, units, (args, kwargs), below=self._below)
         else:
             self._enter_transformed(module, units, (args, kwargs))
+        if isinstance(module, nn.Linear) and args and _would_repeat_weight(module, args[0]):
+            return (args[0].contiguous(), *args[1:]), kwargs
+        return None
 
     def _enter_transformed(self, module: nn.Module, units: list[Unit], inputs: Any) -> None:
         """Begin a forward under a transform of torch.func, in which every tensor that is made is wrapped."""
@@ -95,6 +98,15 @@ class Entering(_Hook):
             refuse_transform(units)
         with temporarily_clear_interpreter_stack():
             self._hooks.enter(module, units, inputs, saves=not recorded)
+
+
+def _would_repeat_weight(linear: nn.Linear, given: Any) -> bool:
+    """Whether torch would multiply a strided input, as the last tokens of each sequence are, with as many
+    copies of the weight as there are sequences. It does so where neither of them asks for gradients.
+    """
+    if not isinstance(given, torch.Tensor) or given.dim() < 3 or given.is_contiguous():
+        return False
+    return not given.requires_grad and not linear.weight.requires_grad
 
 
 class Leaving(_Hook):

@@ -217,3 +217,15 @@ def test_a_forward_with_gradients_inside_a_round_has_them():
     with torch.no_grad():
         for _ in range(2):
             assert torch.equal(model(X), plain(X))
+
+
+def test_a_frozen_layer_multiplies_the_last_tokens_of_a_batch_without_a_copy_of_its_weight_for_each():
+    with Init(host_memory="32MiB"):
+        model = nn.Linear(64, 96, bias=False)
+    model.requires_grad_(False)
+    tokens = torch.randn(8, 5, 64).bfloat16()
+    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        out = model(tokens[:, -1:, :])
+        expected = nn.functional.linear(tokens[:, -1, :], model.state_dict()["weight"]).unsqueeze(1)
+    assert torch.equal(out, expected)
+    assert "aten::bmm" not in {event.name for event in seen.events()}
