@@ -7,6 +7,8 @@ of Init.
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -32,3 +34,21 @@ def in_blocks(named: Sequence[tuple[str, nn.Module]], width: int) -> Iterator[tu
         if together is not None:
             whole, rest = divmod(rows, together)
             yield name, module, Grid((*[together] * whole, *([rest] if rest else [])), (columns,))
+
+
+def held_elsewhere(embeddings: Sequence[nn.Embedding]) -> list[int]:
+    """Return the numbers of those embeddings whose weight something else refers to than the module: a list of
+    parameters, a closure, an attribute that is no parameter. What it does there is not known, and it would
+    have no part in what the blocks become.
+    """
+    held = [number for number, one in enumerate(embeddings) if _references(one) > _ALONE]
+    if held:  # or it is garbage that has not been collected
+        gc.collect()
+    return [number for number in held if _references(embeddings[number]) > _ALONE]
+
+
+def _references(embedding: nn.Embedding) -> int:
+    return sys.getrefcount(embedding._parameters["weight"])
+
+
+_ALONE = _references(nn.Embedding(1, 1))
