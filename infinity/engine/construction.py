@@ -446,9 +446,7 @@ class Construction:
         if numel * self._engine.schema.slot_nbytes <= self._engine.budget.kept_nbytes:
             return False  # all stays in host memory, where blocks would only be more calls
         found = [] if self._taken_in or self._overflow else list(in_blocks(named, self._engine.schema.width))
-        held = self._engine.ranks.union(
-            held_elsewhere([one for _, one, _ in found]), len(found), "cut embeddings"
-        )
+        held = held_elsewhere([one for _, one, _ in found], self._engine.ranks)
         for number, (name, embedding, grid) in enumerate(found):
             tiles = [] if number in held else self._blocks(embedding._parameters["weight"], grid)
             if tiles:

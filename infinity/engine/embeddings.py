@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from infinity.planning.tile_size import rows_of_block
+from infinity.ranks.group import Ranks
 from infinity.tiling import Grid, may_be_cut
 
 
@@ -36,15 +37,16 @@ def in_blocks(named: Sequence[tuple[str, nn.Module]], width: int) -> Iterator[tu
             yield name, module, Grid((*[together] * whole, *([rest] if rest else [])), (columns,))
 
 
-def held_elsewhere(embeddings: Sequence[nn.Embedding]) -> list[int]:
-    """Return the numbers of those embeddings whose weight something else refers to than the module: a list of
-    parameters, a closure, an attribute that is no parameter. What it does there is not known, and it would
-    have no part in what the blocks become.
+def held_elsewhere(embeddings: Sequence[nn.Embedding], ranks: Ranks) -> list[int]:
+    """Return the numbers of those embeddings whose weight something else, on any rank, refers to than the
+    module: a list of parameters, a closure, an attribute that is no parameter. What it does there is not
+    known, and it would have no part in what the blocks become.
     """
     held = [number for number, one in enumerate(embeddings) if _references(one) > _ALONE]
     if held:  # or it is garbage that has not been collected
         gc.collect()
-    return [number for number in held if _references(embeddings[number]) > _ALONE]
+    held = [number for number in held if _references(embeddings[number]) > _ALONE]
+    return ranks.union(held, len(embeddings), "leave embeddings whole")
 
 
 def _references(embedding: nn.Embedding) -> int:

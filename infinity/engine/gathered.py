@@ -67,11 +67,7 @@ def gathered(
             for unit, engine in units.items():
                 _write_back(engine, unit)
                 unit.changes.mark()
-        for unit in units:
-            if unit.shares() > shares[unit] and unit.residence.users == 1:
-                raise NotResidentError(_OUTLIVES.format(unit.name, "parameters"))
-        if opening.outlived:
-            raise NotResidentError(_OUTLIVES.format("an embedding", "weight"))
+        _refuse_views(shares, opening)
         _warn_of_graphs(units)
     finally:
         for unit in held:
@@ -150,6 +146,18 @@ def _refuse_changes(units: Iterable[Unit]) -> None:
             f"{changed[0]} was changed inside `with infinity.gathered(...)`, and the change is lost: "
             "use gathered(..., write=True)"
         )
+
+
+def _refuse_views(shares: dict[Unit, int], opening: Opening) -> None:
+    """See that no tensor shares memory with the parameters yet.
+
+    shares: how many did for each unit when its values came. Raises: NotResidentError.
+    """
+    for unit, before in shares.items():
+        if unit.shares() > before and unit.residence.users == 1:
+            raise NotResidentError(_OUTLIVES.format(unit.name, "parameters"))
+    if opening.outlived:
+        raise NotResidentError(_OUTLIVES.format("an embedding", "weight"))
 
 
 def _check_forms(units: Iterable[Unit]) -> None:

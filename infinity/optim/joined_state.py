@@ -102,8 +102,9 @@ def _joined(states: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
     if len(states) != count or len(steps) != 1:
         raise ValueError(
             f"state_dict: of the {count} blocks of an embedding's rows {len(states)} have state, of "
-            f"{sorted(steps)} steps: not that of one weight. Call it after step(), not between a backward and "
-            'its step, and train all blocks alike; or keep the embedding whole: infinity.Init(experts="whole").'
+            f"{sorted(steps)} steps: not that of one weight. Call it after step(), not between a backward "
+            "and its step, and train all blocks alike; or keep the embedding whole: "
+            'infinity.Init(experts="whole").'
         )
     tensors = {key: torch.cat([one[key] for one in states]) for key in states[0] if key != "step"}
     return {"step": states[0]["step"], **tensors}
