@@ -61,16 +61,18 @@ class TiledEmbedding(Routed, nn.Embedding):
         return embedding
 
     @classmethod
-    def convert(cls, embedding: nn.Embedding, tiles: Sequence[Tile], grid: Grid) -> TiledEmbedding:
+    def convert(
+        cls, embedding: nn.Embedding, tiles: Sequence[Tile], grid: Grid, error: type[Exception]
+    ) -> TiledEmbedding:
         """Turn an embedding into one of existing tiles, in place. Code that uses its weight as a whole gets
-        one that is put together for it: see [Note: whole weights].
+        one that is put together for it, or `error`: see [Note: whole weights].
         """
         del embedding._parameters["weight"]
         embedding.__class__ = cls
         if not isinstance(embedding, TiledEmbedding):
             raise TypeError(f"a {type(embedding).__name__} cannot be tiled")
         embedding._hold(tiles, grid, None)  # noqa: SLF001 - its own class's
-        embedding.weight.join()
+        embedding.weight.join(error)
         return embedding
 
     def _assemble(

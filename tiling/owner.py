@@ -68,7 +68,7 @@ class Tiled(nn.Module):
         if whole.dtype != getattr(whole.tiles[0], whole.field).dtype:  # module.to() changed the tiles only
             before, whole = whole, Whole.of(whole.tiles, whole.grid, name)
             if before.joins:
-                whole.join()
+                whole.join(before.error)
             wholes[name] = whole
         return whole
 
@@ -84,7 +84,7 @@ class Tiled(nn.Module):
         if mine.joins:
             raise not_in_blocks(
                 f"a {type(other).__name__} would become the {name} of an embedding",
-                mine.shape,
+                mine,
                 f"Load values with load_state_dict, or as embedding.{name}.data = values in "
                 "infinity.gathered(model, write=True); tie weights inside infinity.Init; or keep",
             )

@@ -29,7 +29,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from infinity.errors import UnsupportedError
 from infinity.tiling.grid import ALIGNMENT, Grid, spans
 from infinity.tiling.in_one import OnePiece, opening_of
 from infinity.tiling.tile import Piece
@@ -57,6 +56,8 @@ class Whole(nn.Parameter):
     field: str
     joins: bool = False
     """Whether what no tile can do by itself is done with all of them put together."""
+    error: type[Exception] = RuntimeError
+    """What is raised for what cannot be done so either, where it joins."""
 
     @staticmethod
     def of(tiles: Sequence[nn.Module], grid: Grid, name: str) -> Whole:
@@ -83,9 +84,11 @@ class Whole(nn.Parameter):
             return list(self.grid.slices())
         return [(rows,) for rows in spans(self.grid.rows)]
 
-    def join(self) -> None:
-        """From now on, do what no tile can do by itself with all of them put together."""
-        self.joins = True
+    def join(self, error: type[Exception]) -> None:
+        """From now on, do what no tile can do by itself with all of them put together; raise `error` for what
+        cannot be done so either.
+        """
+        self.joins, self.error = True, error
         for piece in self.pieces():
             _joining[piece] = weakref.ref(self)
 
@@ -154,7 +157,7 @@ class Whole(nn.Parameter):
                 [copy.deepcopy(tile, memo) for tile in self.tiles], self.grid, self.field
             )
             if self.joins:
-                memo[id(self)].join()
+                memo[id(self)].join(self.error)
         whole: Whole = memo[id(self)]
         return whole
 
@@ -181,15 +184,15 @@ def all_joining(pieces: Sequence[torch.Tensor]) -> list[Whole]:
     return [one for one in found.values() if all(id(piece) in known for piece in one.pieces())]
 
 
-class _OnlyInTilesError(UnsupportedError):
+class _OnlyInTilesError(RuntimeError):
     """A use of a weight that no tile can answer by itself."""
 
 
-def not_in_blocks(what: str, shape: Sequence[int], instead: str = "") -> UnsupportedError:
+def not_in_blocks(what: str, whole: Whole, instead: str = "") -> Exception:
     """Return the error for a use of an embedding's weight that its blocks of rows cannot have."""
-    return UnsupportedError(
-        f"{what}, whose weight of {' x '.join(map(str, shape))} is kept in blocks of rows, so that a step "
-        f"moves those that it looks up. {instead or 'To do so, keep'} the weight as one parameter: "
+    return whole.error(
+        f"{what}, whose weight of {' x '.join(map(str, whole.shape))} is kept in blocks of rows, so that a "
+        f"step moves those that it looks up. {instead or 'To do so, keep'} the weight as one parameter: "
         'infinity.Init(experts="whole").'
     )
 
@@ -211,7 +214,7 @@ def _attribute(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> An
         if name == "grad_fn" and whole.joins and sys._getframe(3).f_code is _REGISTERING:
             raise not_in_blocks(
                 "another module would get the weight of an embedding",
-                whole.shape,
+                whole,
                 "Tie the two inside infinity.Init, where the model is built, or keep",
             )
         if name in ("device", "is_meta", "requires_grad", "is_cuda", "is_cpu"):
@@ -236,7 +239,7 @@ def _joined(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             if attribute == "grad" or name == "__set__":
                 return _gradient_or_set(first, attribute, name == "__get__", args[1:])
         elif name in _OF_ONE:
-            raise not_in_blocks(f"weight.{name}() of an embedding", first.shape)
+            raise not_in_blocks(f"weight.{name}() of an embedding", first)
     changes = _changes_first(name)
     out = {id(one) for one in pytree.tree_leaves(kwargs.get("out"))}
     changed = out | ({id(first)} if changes else set())
@@ -270,7 +273,7 @@ def _gradient_or_set(whole: Whole, attribute: str, is_get: bool, values: Sequenc
     elif not (is_get and all(one.grad is None for one in whole.pieces())):
         raise not_in_blocks(
             f"weight.{attribute} of an embedding",
-            whole.shape,
+            whole,
             "Gradients are those of the blocks, which model.parameters() yields. Use them, or keep",
         )
 
@@ -289,7 +292,7 @@ def _set(whole: Whole, values: torch.Tensor) -> None:
     if tuple(values.shape) != tuple(whole.shape) or values.dtype != whole.dtype:
         raise not_in_blocks(
             f"weight.data = {values.dtype} of shape {tuple(values.shape)} on an embedding of {whole.dtype}",
-            whole.shape,
+            whole,
             "It keeps its shape and type; to have others, build it so inside infinity.Init. To keep",
         )
     with torch.no_grad():

@@ -450,7 +450,7 @@ class Construction:
         for number, (name, embedding, grid) in enumerate(found):
             tiles = [] if number in held else self._blocks(embedding._parameters["weight"], grid)
             if tiles:
-                TiledEmbedding.convert(embedding, tiles, grid)
+                TiledEmbedding.convert(embedding, tiles, grid, UnsupportedError)
                 rows, columns = grid.shape
                 logger.info("%s of %d x %d is kept in %d blocks of rows", name, rows, columns, len(tiles))
         return bool(found)

@@ -15,7 +15,9 @@ from infinity.errors import DeviceMemoryError, NotResidentError, UnsupportedErro
 from infinity.ranks.machine_memory import check_available
 from infinity.sizes import format_size
 from infinity.tensors import digest
-from infinity.tiling import Opening, Whole, all_joining, in_one_piece
+from infinity.tiling import Whole
+from infinity.tiling.in_one import Opening, in_one_piece
+from infinity.tiling.whole import all_joining
 from infinity.units.unit import Unit
 
 logger = logging.getLogger("infinity")

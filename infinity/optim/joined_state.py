@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from infinity.tiling import Whole, joining
+from infinity.tiling.whole import Whole, joining
 
 _NAME_OF_BLOCK = re.compile(r"^(.*?)(?:\.tiles)?\.0(\.\w+)?$")
 
