@@ -61,16 +61,18 @@ class TiledEmbedding(Routed, nn.Embedding):
         return embedding
 
     @classmethod
-    def convert(cls, embedding: nn.Embedding, tiles: Sequence[Tile], grid: Grid) -> TiledEmbedding:
+    def convert(
+        cls, embedding: nn.Embedding, tiles: Sequence[Tile], grid: Grid, error: type[Exception]
+    ) -> TiledEmbedding:
         """Turn an embedding into one of existing tiles, in place. Code that uses its weight as a whole gets
-        one that is put together for it: see [Note: whole weights].
+        one that is put together for it, or `error`: see [Note: whole weights].
         """
         del embedding._parameters["weight"]
         embedding.__class__ = cls
         if not isinstance(embedding, TiledEmbedding):
             raise TypeError(f"a {type(embedding).__name__} cannot be tiled")
         embedding._hold(tiles, grid, None)  # noqa: SLF001 - its own class's
-        embedding.weight.join()
+        embedding.weight.join(error)
         return embedding
 
     def _assemble(
@@ -117,7 +119,8 @@ class TiledEmbedding(Routed, nn.Embedding):
         tile_of = torch.bucketize(ids, begins, right=True) - 1
         needed = list(range(len(self.tiles)))
         if self.is_followed:
-            needed = self.agreed(tile_of.unique().tolist(), len(self.tiles))
+            # One of them stands for all where nothing is looked up: then, too, there are gradients.
+            needed = self.agreed(tile_of.unique().tolist(), len(self.tiles)) or [0]
         self.announce(needed)
         order = torch.sort(tile_of, stable=True).indices
         counts = torch.bincount(tile_of, minlength=len(self.tiles)).tolist()
@@ -172,4 +175,7 @@ def may_be_cut(module: nn.Module) -> bool:
     """
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooked = any(getattr(module, name) for name in names)
-    return is_plain_embedding(module) and not hooked and list(module._parameters) == ["weight"]
+    if not is_plain_embedding(module) or hooked or list(module._parameters) != ["weight"]:
+        return False
+    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return not any(getattr(module.weight, name, None) for name in hooks)

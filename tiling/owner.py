@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.tiling.grid import Grid
-from infinity.tiling.whole import Whole
+from infinity.tiling.whole import Whole, not_in_blocks
 
 
 class RoutingFollower(Protocol):
@@ -68,7 +68,7 @@ class Tiled(nn.Module):
         if whole.dtype != getattr(whole.tiles[0], whole.field).dtype:  # module.to() changed the tiles only
             before, whole = whole, Whole.of(whole.tiles, whole.grid, name)
             if before.joins:
-                whole.join()
+                whole.join(before.error)
             wholes[name] = whole
         return whole
 
@@ -80,13 +80,20 @@ class Tiled(nn.Module):
             super().__setattr__(name, value)
 
     def _tie(self, name: str, other: Any) -> None:
+        mine = self._whole(name)
+        if mine.joins:
+            raise not_in_blocks(
+                f"a {type(other).__name__} would become the {name} of an embedding",
+                mine,
+                f"Load values with load_state_dict, or as embedding.{name}.data = values in "
+                "infinity.gathered(model, write=True); tie weights inside infinity.Init; or keep",
+            )
         if not isinstance(other, Whole) or name != "weight":
             raise TypeError(
                 f"{type(self).__name__}.{name} consists of {len(self.tiles)} tiles, not replaceable by a "
                 f"{type(other).__name__}: load values with load_state_dict, or tie the weight to one "
                 "with the same tiles."
             )
-        mine = self._whole("weight")
         if other.grid != mine.grid:
             raise ValueError(
                 f"a weight in tiles of {other.grid.rows} x {other.grid.columns} cannot be tied to one in "

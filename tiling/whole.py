@@ -9,7 +9,9 @@ tiles. Every other use raises an error that names the operation; none returns an
 
 Where a weight was cut without anybody having asked for it, code may use the weight as it always did. Such a
 `Whole` *joins*: any other operation gets the tiles put together, and what it changes in place goes back to
-them. The first such use in a forward is logged.
+them. The first such use in a forward is logged. Inside `gathered` they are put together in memory that is
+theirs as well, so that views of it may be changed, too: see [Note: one piece of memory] in in_one.py. What
+would have to be asked of one parameter (its gradient, hooks, another module's `weight`) is refused.
 """
 
 from __future__ import annotations
@@ -17,14 +19,18 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.tiling.grid import ALIGNMENT, Grid, spans
+from infinity.tiling.in_one import OnePiece, opening_of
 from infinity.tiling.tile import Piece
 
 logger = logging.getLogger("infinity")
@@ -36,6 +42,8 @@ METADATA |= {"element_size", "is_floating_point", "is_complex", "is_signed"}
 _ELEMENTWISE = frozenset({"zero_", "fill_", "add_", "sub_", "mul_", "div_", "neg_", "abs_", "sqrt_", "exp_"})
 _ELEMENTWISE |= {"clamp_", "clamp_min_", "clamp_max_", "erfinv_"}
 _RANDOM = frozenset({"uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "bernoulli_"})
+_OF_ONE = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "share_memory_"})
+"""Methods whose effect is on one parameter, and on nothing that is put together."""
 _DRAWN_NUMEL = 1 << 22
 """Elements that are drawn at a time if a row of the whole lies in several tiles."""
 
@@ -48,6 +56,8 @@ class Whole(nn.Parameter):
     field: str
     joins: bool = False
     """Whether what no tile can do by itself is done with all of them put together."""
+    error: type[Exception] = RuntimeError
+    """What is raised for what cannot be done so either, where it joins."""
 
     @staticmethod
     def of(tiles: Sequence[nn.Module], grid: Grid, name: str) -> Whole:
@@ -74,9 +84,19 @@ class Whole(nn.Parameter):
             return list(self.grid.slices())
         return [(rows,) for rows in spans(self.grid.rows)]
 
-    def join(self) -> None:
-        """From now on, do what no tile can do by itself with all of them put together."""
-        self.joins = True
+    def join(self, error: type[Exception]) -> None:
+        """From now on, do what no tile can do by itself with all of them put together; raise `error` for what
+        cannot be done so either.
+        """
+        self.joins, self.error = True, error
+        for piece in self.pieces():
+            _joining[piece] = weakref.ref(self)
+
+    def in_one(self) -> OnePiece | None:
+        """Return the memory that all tiles lie in; None outside of `gathered`."""
+        pieces = self.pieces() if self.joins else []
+        opening = opening_of(pieces) if pieces else None
+        return opening.piece(self.shape, self.dtype, pieces) if opening is not None else None
 
     @classmethod
     def __torch_function__(
@@ -136,7 +156,8 @@ class Whole(nn.Parameter):
             memo[id(self)] = Whole.of(
                 [copy.deepcopy(tile, memo) for tile in self.tiles], self.grid, self.field
             )
-            memo[id(self)].joins = self.joins
+            if self.joins:
+                memo[id(self)].join(self.error)
         whole: Whole = memo[id(self)]
         return whole
 
@@ -145,8 +166,35 @@ class Whole(nn.Parameter):
         return Whole.of, (list(self.tiles), self.grid, self.field)
 
 
+_joining: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""For each piece of a weight that joins, the weight, weakly."""
+
+
+def joining(piece: torch.Tensor) -> Whole | None:
+    """Return the weight, one that joins, that a parameter is a piece of."""
+    reference = _joining.get(piece)
+    whole: Whole | None = reference() if reference is not None else None
+    return whole
+
+
+def all_joining(pieces: Sequence[torch.Tensor]) -> list[Whole]:
+    """Return the weights that join and all of whose pieces are among these."""
+    known = {id(one) for one in pieces}
+    found = {id(whole): whole for one in pieces if (whole := joining(one)) is not None}
+    return [one for one in found.values() if all(id(piece) in known for piece in one.pieces())]
+
+
 class _OnlyInTilesError(RuntimeError):
     """A use of a weight that no tile can answer by itself."""
+
+
+def not_in_blocks(what: str, whole: Whole, instead: str = "") -> Exception:
+    """Return the error for a use of an embedding's weight that its blocks of rows cannot have."""
+    return whole.error(
+        f"{what}, whose weight of {' x '.join(map(str, whole.shape))} is kept in blocks of rows, so that a "
+        f"step moves those that it looks up. {instead or 'To do so, keep'} the weight as one parameter: "
+        'infinity.Init(experts="whole").'
+    )
 
 
 def _refused(operation: str, whole: Whole | None) -> RuntimeError:
@@ -161,8 +209,14 @@ def _refused(operation: str, whole: Whole | None) -> RuntimeError:
 def _attribute(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
     whole: Whole = args[0]
     if func.__name__ == "__get__":
-        if name == "data":
+        if name == "data" and whole.in_one() is None:
             return whole
+        if name == "grad_fn" and whole.joins and sys._getframe(3).f_code is _REGISTERING:
+            raise not_in_blocks(
+                "another module would get the weight of an embedding",
+                whole,
+                "Tie the two inside infinity.Init, where the model is built, or keep",
+            )
         if name in ("device", "is_meta", "requires_grad", "is_cuda", "is_cpu"):
             return getattr(whole.pieces()[0], name)
         if name not in _VALUES:
@@ -173,29 +227,77 @@ def _attribute(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> An
     raise _refused(name, whole)
 
 
+_REGISTERING = nn.Module.register_parameter.__code__
+
+
 def _joined(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do something with weights put together; what is changed in place goes back to their tiles."""
-    name = str(getattr(func, "__name__", func))
-    if name in ("__get__", "__set__"):
-        attribute = str(getattr(getattr(func, "__self__", None), "__name__", name))
-        if attribute == "grad" and name == "__get__" and all(one.grad is None for one in args[0].pieces()):
-            return None
-        if attribute in ("data", "grad"):
-            raise _refused(attribute, args[0])
+    name, first = str(getattr(func, "__name__", func)), args[0] if args else None
+    if isinstance(first, Whole):
+        if name in ("__get__", "__set__"):
+            attribute = str(getattr(getattr(func, "__self__", None), "__name__", name))
+            if attribute == "grad" or name == "__set__":
+                return _gradient_or_set(first, attribute, name == "__get__", args[1:])
+        elif name in _OF_ONE:
+            raise not_in_blocks(f"weight.{name}() of an embedding", first)
+    changes = _changes_first(name)
+    out = {id(one) for one in pytree.tree_leaves(kwargs.get("out"))}
+    changed = out | ({id(first)} if changes else set())
     wholes = {id(one): one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Whole)}
-    together = {key: torch.cat(list(one.pieces())) for key, one in wholes.items()}
+    together = {key: _together(one, changes=key in changed) for key, one in wholes.items()}
     if torch.is_grad_enabled():
         for one in wholes.values():
             one._say(name)  # noqa: SLF001 - its own class's
     args, kwargs = pytree.tree_map(lambda one: together.get(id(one), one), (args, kwargs))
     result = func(*args, **kwargs)
-    if name != "__setitem__" and (not name.endswith("_") or name.endswith("__")):
-        return result
-    changed = next(iter(wholes.values()))
     with torch.no_grad():
-        for piece, place in zip(changed.pieces(), changed.places(), strict=True):
-            piece.copy_(together[id(changed)][place])
-    return changed
+        for key in changed & set(wholes):
+            if wholes[key].in_one() is None:
+                for piece, place in zip(wholes[key].pieces(), wholes[key].places(), strict=True):
+                    piece.copy_(together[key][place])
+    changed_of = {id(together[key]): wholes[key] for key in changed & set(wholes)}
+    return changed_of.get(id(result), result)
+
+
+def _changes_first(name: str) -> bool:
+    """Whether a function of this name changes its first argument."""
+    if name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__"))
+    return name.endswith("_")
+
+
+def _gradient_or_set(whole: Whole, attribute: str, is_get: bool, values: Sequence[Any]) -> None:  # noqa: FBT001
+    """Do `whole.data = values`; say that there is no gradient, or refuse."""
+    if attribute == "data":
+        _set(whole, values[0])
+    elif not (is_get and all(one.grad is None for one in whole.pieces())):
+        raise not_in_blocks(
+            f"weight.{attribute} of an embedding",
+            whole,
+            "Gradients are those of the blocks, which model.parameters() yields. Use them, or keep",
+        )
+
+
+def _together(whole: Whole, *, changes: bool) -> torch.Tensor:
+    """Return a weight put together. changes: its values are about to be changed, and no graph is made."""
+    one = whole.in_one()
+    if one is None:
+        return torch.cat(list(whole.pieces())).detach() if changes else torch.cat(list(whole.pieces()))
+    graph = not changes and torch.is_grad_enabled() and whole.pieces()[0].requires_grad
+    return one.in_graph() if graph else one.values()
+
+
+def _set(whole: Whole, values: torch.Tensor) -> None:
+    """Do `whole.data = values`."""
+    if tuple(values.shape) != tuple(whole.shape) or values.dtype != whole.dtype:
+        raise not_in_blocks(
+            f"weight.data = {values.dtype} of shape {tuple(values.shape)} on an embedding of {whole.dtype}",
+            whole,
+            "It keeps its shape and type; to have others, build it so inside infinity.Init. To keep",
+        )
+    with torch.no_grad():
+        for piece, place in zip(whole.pieces(), whole.places(), strict=True):
+            piece.copy_(values[place])
 
 
 def _initialise(name: str, tensor: Whole, **arguments: Any) -> Any:
@@ -224,6 +326,8 @@ def _change(whole: Whole, operation: str, args: tuple[Any, ...], kwargs: dict[st
     if operation == "empty_like":  # as transformers does for what a file does not have
         like = {"dtype": whole.dtype, "device": whole.pieces()[0].device, **kwargs}
         return torch.empty(whole.shape, **like)
+    if operation in ("detach", "__getitem__") and whole.in_one() is not None:
+        raise _refused(operation, whole)  # views of all of it may be changed
     if operation in ("detach", "requires_grad_"):
         for piece in whole.pieces() if operation == "requires_grad_" else ():
             piece.requires_grad_(*args, **kwargs)

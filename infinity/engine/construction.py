@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from infinity.engine.asked import Asked
 from infinity.engine.built_parameter import BuiltParameter
-from infinity.engine.embeddings import in_blocks
+from infinity.engine.embeddings import held_elsewhere, in_blocks
 from infinity.engine.engine import Engine, engine_of
 from infinity.engine.frozen import FrozenFile, frozen_layers
 from infinity.engine.layouts import Find
@@ -446,10 +446,11 @@ class Construction:
         if numel * self._engine.schema.slot_nbytes <= self._engine.budget.kept_nbytes:
             return False  # all stays in host memory, where blocks would only be more calls
         found = [] if self._taken_in or self._overflow else list(in_blocks(named, self._engine.schema.width))
-        for name, embedding, grid in found:
-            tiles = self._blocks(embedding._parameters["weight"], grid)
+        held = held_elsewhere([one for _, one, _ in found], self._engine.ranks)
+        for number, (name, embedding, grid) in enumerate(found):
+            tiles = [] if number in held else self._blocks(embedding._parameters["weight"], grid)
             if tiles:
-                TiledEmbedding.convert(embedding, tiles, grid)
+                TiledEmbedding.convert(embedding, tiles, grid, UnsupportedError)
                 rows, columns = grid.shape
                 logger.info("%s of %d x %d is kept in %d blocks of rows", name, rows, columns, len(tiles))
         return bool(found)

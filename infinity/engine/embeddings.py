@@ -7,12 +7,15 @@ of Init.
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from torch import nn
 
 from infinity.planning.tile_size import rows_of_block
+from infinity.ranks.group import Ranks
 from infinity.tiling import Grid, may_be_cut
 
 
@@ -32,3 +35,22 @@ def in_blocks(named: Sequence[tuple[str, nn.Module]], width: int) -> Iterator[tu
         if together is not None:
             whole, rest = divmod(rows, together)
             yield name, module, Grid((*[together] * whole, *([rest] if rest else [])), (columns,))
+
+
+def held_elsewhere(embeddings: Sequence[nn.Embedding], ranks: Ranks) -> list[int]:
+    """Return the numbers of those embeddings whose weight something else, on any rank, refers to than the
+    module: a list of parameters, a closure, an attribute that is no parameter. What it does there is not
+    known, and it would have no part in what the blocks become.
+    """
+    held = [number for number, one in enumerate(embeddings) if _references(one) > _ALONE]
+    if held:  # or it is garbage that has not been collected
+        gc.collect()
+    held = [number for number in held if _references(embeddings[number]) > _ALONE]
+    return ranks.union(held, len(embeddings), "leave embeddings whole")
+
+
+def _references(embedding: nn.Embedding) -> int:
+    return sys.getrefcount(embedding._parameters["weight"])
+
+
+_ALONE = _references(nn.Embedding(1, 1))

@@ -15,11 +15,20 @@ from infinity.errors import DeviceMemoryError, NotResidentError, UnsupportedErro
 from infinity.ranks.machine_memory import check_available
 from infinity.sizes import format_size
 from infinity.tensors import digest
+from infinity.tiling import Whole
+from infinity.tiling.in_one import Opening, in_one_piece
+from infinity.tiling.whole import all_joining
 from infinity.units.unit import Unit
 
 logger = logging.getLogger("infinity")
 
 _warned: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+_OUTLIVES = (
+    "{}: a tensor that shares memory with its {} outlives `with infinity.gathered(...)`, where "
+    "that memory is given back. Keep a copy instead, p.detach().clone(); where a graph holds "
+    "it, run its backward inside, too, or make none: torch.no_grad()."
+)
 
 
 @contextlib.contextmanager
@@ -51,7 +60,8 @@ def gathered(
             _hold(engine, unit, write=write)
             held.append(unit)
         shares = {unit: unit.shares() for unit in units}
-        yield
+        with _in_one_piece(units) as opening:
+            yield
         for ranks in dict.fromkeys(engine.ranks for engine in units.values()):
             with ranks.together("gathered"):
                 (_check_forms if write else _refuse_changes)(units)
@@ -59,14 +69,7 @@ def gathered(
             for unit, engine in units.items():
                 _write_back(engine, unit)
                 unit.changes.mark()
-        for unit in units:
-            if unit.shares() > shares[unit] and unit.residence.users == 1:
-                raise NotResidentError(
-                    f"{unit.name}: a tensor that shares memory with its parameters outlives "
-                    "`with infinity.gathered(...)`, where "
-                    "that memory is given back. Keep a copy instead, p.detach().clone(); where a graph holds "
-                    "it, run its backward inside, too, or make none: torch.no_grad()."
-                )
+        _refuse_views(shares, opening)
         _warn_of_graphs(units)
     finally:
         for unit in held:
@@ -74,6 +77,29 @@ def gathered(
                 unit.changes.begin_edit()  # a change in here has been reported by now
             units[unit].residency.drop(unit)
             unit.changes.end_edit()
+
+
+def _in_one_piece(units: dict[Unit, Engine]) -> contextlib.AbstractContextManager[Opening]:
+    """Let embeddings in blocks of rows, if all blocks are in `units`, be used in one piece of memory, which
+    is allocated at the first such use.
+    """
+    wholes = all_joining([one for unit in units for one in unit.parameters])
+
+    def make(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        engine, nbytes = next(iter(units.values())), shape.numel() * dtype.itemsize
+        what = "gathered: an embedding's weight as a whole"
+        if engine.device.is_host:
+            check_available(nbytes, what, 'Keep it whole with infinity.Init(experts="whole").')
+        room = engine.device.room
+        if room is not None and room.nbytes(nbytes) > room.ledger.free_nbytes:
+            raise DeviceMemoryError(
+                f"{what} takes {format_size(nbytes)} on the device, and device_memory="
+                f"{format_size(room.ledger.limit_nbytes)} has {format_size(room.ledger.free_nbytes)} beside "
+                'what is in use. Keep it whole with infinity.Init(experts="whole").'
+            )
+        return torch.empty(shape, dtype=dtype, device=wholes[0].device)
+
+    return in_one_piece([one.pieces() for one in wholes], make)
 
 
 def _check_device(engine: Engine, units: Iterable[Unit]) -> None:
@@ -124,6 +150,18 @@ def _refuse_changes(units: Iterable[Unit]) -> None:
         )
 
 
+def _refuse_views(shares: dict[Unit, int], opening: Opening) -> None:
+    """See that no tensor shares memory with the parameters yet.
+
+    shares: how many did for each unit when its values came. Raises: NotResidentError.
+    """
+    for unit, before in shares.items():
+        if unit.shares() > before and unit.residence.users == 1:
+            raise NotResidentError(_OUTLIVES.format(unit.name, "parameters"))
+    if opening.outlived:
+        raise NotResidentError(_OUTLIVES.format("an embedding", "weight"))
+
+
 def _check_forms(units: Iterable[Unit]) -> None:
     """See that every parameter still has the shape and type of its record."""
     for unit in units:
@@ -151,7 +189,8 @@ def _units_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> dict[U
         parameters = list(what.parameters())
         parameters = [one for one in parameters if engine_of(one) is not None] or parameters
     else:
-        parameters = [what] if isinstance(what, nn.Parameter) else list(what)
+        given = [what] if isinstance(what, nn.Parameter) else list(what)
+        parameters = [one for each in given for one in (each.pieces() if isinstance(each, Whole) else [each])]
     units: dict[Unit, Engine] = {}
     for parameter in parameters:
         engine = engine_of(parameter)

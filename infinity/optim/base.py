@@ -38,6 +38,7 @@ from infinity.engine.engine import Engine
 from infinity.errors import UnsupportedError
 from infinity.gradients.gradient import Form, Gradient
 from infinity.optim.checks import check_record, check_room, checked_states
+from infinity.optim.joined_state import cut_state, joined_state
 from infinity.optim.optimizer_view import ShowingState
 from infinity.optim.ownership import ParameterPlace, check_current, engine_for
 from infinity.records.update_rules import Recipe
@@ -304,7 +305,8 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return groups, step counts and state as torch.optim does: plain CPU tensors under its names.
+        """Return groups, step counts and state as torch.optim does: plain CPU tensors under its names. An
+        embedding that is kept in blocks of rows is one parameter here.
 
         Raises: HostMemoryError, with the sizes, if the state does not fit the machine's memory.
         """
@@ -318,7 +320,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
                 step = torch.tensor(float(self.counts[parameter]["step"]))
                 named = dict(zip(self.recipe.state.values(), values, strict=True))
                 packed["state"][index] = {"step": step, **named}
-        return packed
+        return joined_state(packed, [group["params"] for group in self.param_groups])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load groups, step counts and state that `state_dict` returned, here or of torch's optimizer.
@@ -326,6 +328,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         Raises: ValueError, with nothing changed, if groups or shapes do not match.
         """
         check_current(self, "load_state_dict()")
+        state_dict = cut_state(state_dict, [group["params"] for group in self.param_groups])
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         by_number = dict(zip(numbers, parameters, strict=False))

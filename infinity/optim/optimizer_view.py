@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from infinity.errors import UnsupportedError
 from infinity.optim.ownership import Owning, check_current
 from infinity.records.update_rules import Recipe
+from infinity.tiling import Whole
 
 
 class StateCopy(torch.Tensor):
@@ -124,6 +125,28 @@ class ParameterState(Mapping[str, Any]):
         return str(step | {name: f"fp32 {shape}, read when asked for" for name in self if name != "step"})
 
 
+class StateOfWhole(ParameterState):
+    """`optimizer.state[embedding.weight]` where the weight is kept in blocks of rows."""
+
+    def __init__(self, optimizer: ShowingState, whole: Whole) -> None:
+        super().__init__(optimizer, whole.pieces()[0])
+        self._places = whole.places()
+        self._parts = [ParameterState(optimizer, one) for one in whole.pieces()]
+        self._shape = tuple(whole.shape)
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the step count, or read a tensor of all blocks."""
+        found = [one[name] for one in self._parts[: 1 if name == "step" else None]]
+        return found[0] if name == "step" else torch.cat(found).as_subclass(StateCopy)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Set the step count, or write a tensor, of all blocks."""
+        if name != "step" and (not isinstance(value, torch.Tensor) or tuple(value.shape) != self._shape):
+            raise ValueError(f"state[{name!r}]: expected a tensor of shape {self._shape}")
+        for one, (rows, *_) in zip(self._parts, self._places, strict=True):
+            one[name] = value if name == "step" else value[rows]
+
+
 class States(MutableMapping[torch.Tensor, Any]):
     """`optimizer.state`: a ParameterState for each parameter that has stepped."""
 
@@ -131,6 +154,8 @@ class States(MutableMapping[torch.Tensor, Any]):
         self._optimizer = optimizer
 
     def __getitem__(self, parameter: Any) -> ParameterState:
+        if isinstance(parameter, Whole) and id(parameter.pieces()[0]) in self._optimizer.mine:
+            return StateOfWhole(self._optimizer, parameter)
         if id(parameter) not in self._optimizer.mine:
             raise KeyError(f"{parameter!r} is not a parameter of this {type(self._optimizer).__name__}")
         return ParameterState(self._optimizer, parameter)
@@ -147,6 +172,8 @@ class States(MutableMapping[torch.Tensor, Any]):
         raise UnsupportedError(_not_dropped(self._optimizer))
 
     def __contains__(self, parameter: object) -> bool:
+        if isinstance(parameter, Whole):
+            return all(one in self._optimizer.counts for one in parameter.pieces())
         return parameter in self._optimizer.counts
 
     def __iter__(self) -> Iterator[torch.Tensor]:

@@ -16,6 +16,7 @@ import models
 from infinity import AdamW, Init, tiling
 from infinity.engine.engine import engine_of_model
 from infinity.planning import tile_size
+from infinity.ranks import machine_memory
 from infinity.reference import ReferenceAdamW, prepare
 from parity import repeatable
 
@@ -340,3 +341,232 @@ def test_eight_of_65536_rows_move_less_than_a_byte_per_parameter(folder, monkeyp
 
     train()
     assert 0.4 < moved(model, [train] * 4) <= 1
+
+
+class AlsoInAList(Lookup):
+    """Has the weight in a list, too, of which torch knows nothing, and uses it."""
+
+    def __init__(self):
+        super().__init__()
+        self.tied = [self.embed.weight]
+
+    def forward(self, ids):
+        return super().forward(ids) + (self.embed(ids) @ self.tied[0].t()).float().square().mean()
+
+
+def test_a_weight_that_something_else_refers_to_stays_whole_and_trains(folder):
+    ours, plain = both(folder, AlsoInAList)
+    assert blocks_of(ours[0]) == []
+    for number in range(2):
+        step(ours, plain, torch.tensor([3, 70, number]))
+    models.assert_same_state(*ours, *plain)
+
+
+def test_a_weight_with_a_hook_of_its_gradient_stays_whole(folder):
+    seen = []
+    with Init(nvme=folder, host_memory="2MiB"):
+        model = Lookup()
+        model.embed.weight.register_hook(lambda grad: seen.append(grad.shape))
+    model(torch.tensor([3])).backward()
+    assert seen == [(ROWS, WIDTH)]
+
+
+def in_view(weight):
+    weight.data.view(-1)[40 * WIDTH : 42 * WIDTH].fill_(6)
+
+
+EDITS = [
+    lambda w: w.data[40].zero_(),
+    lambda w: w.data[31:34].fill_(9.0),
+    lambda w: w[31:34].data.zero_(),
+    lambda w: w[31:34].copy_(torch.ones(3, WIDTH)),
+    in_view,
+    lambda w: w.narrow(0, 31, 2).zero_(),
+    lambda w: nn.init.zeros_(w[31:34]),
+    lambda w: w.t()[:, 40].fill_(3.0),
+    lambda w: w.detach().index_fill_(0, torch.tensor([3, 70]), 2.0),
+    lambda w: torch.add(w, 1, out=w.data),
+    lambda w: setattr(w, "data", torch.ones(ROWS, WIDTH, dtype=torch.bfloat16)),
+    lambda w: w.add_(w),
+]
+
+
+def test_what_is_written_to_views_of_the_weight_is_kept_and_torchs(folder):
+    ours, plain = models_of(folder)
+    for number, edit in enumerate(EDITS):
+        with infinity.gathered(ours, write=True), torch.no_grad():
+            edit(ours.embed.weight)
+        with torch.no_grad():
+            edit(plain.embed.weight)
+        assert torch.equal(ours.state_dict()["embed.weight"], plain.embed.weight), number
+
+
+def test_a_view_of_the_weight_sees_what_a_block_is_given_and_the_forward_what_a_view_is(folder):
+    ours, _ = models_of(folder)
+    ids = torch.tensor([3, 70])
+    with infinity.gathered(ours, write=True), torch.no_grad():
+        values = ours.embed.weight.data
+        ours.load_state_dict({**ours.state_dict(), "embed.weight": torch.ones(ROWS, WIDTH)})
+        assert torch.equal(values, torch.ones_like(values))
+        values[3] = 2
+        assert torch.equal(ours.embed(ids)[0], values[3])
+        del values
+    assert ours.state_dict()["embed.weight"][[3, 4], 0].tolist() == [2, 1]
+
+
+def test_a_change_of_a_view_where_changes_are_not_kept_is_an_error(folder):
+    ours, _ = models_of(folder)
+    changed = pytest.raises(infinity.UnsupportedError, match=r"embed\.tiles\.1\.weight was changed inside")
+    with changed, infinity.gathered(ours), torch.no_grad():
+        ours.embed.weight[40:42].zero_()
+
+
+def test_an_edit_inside_a_look_is_kept_and_seen_by_it(folder):
+    ours, _ = models_of(folder)
+    with infinity.gathered(ours):
+        assert ours.embed.weight[40, 0] != 2
+        with infinity.gathered(ours, write=True), torch.no_grad():
+            ours.embed.weight[40:42].fill_(2)
+        assert ours.embed.weight[40, 0] == 2
+    assert (ours.state_dict()["embed.weight"][40:42] == 2).all()
+
+
+def test_a_view_of_the_weight_that_outlives_its_memory_is_an_error(folder):
+    ours, _ = models_of(folder)
+    kept = []
+    outlived = pytest.raises(infinity.NotResidentError, match="an embedding: a tensor that shares memory")
+    with outlived, infinity.gathered(ours, write=True):
+        kept.append(ours.embed.weight.data[5:7])
+
+
+def test_memory_for_the_whole_weight_that_is_not_there_is_an_error(folder, monkeypatch):
+    ours, _ = models_of(folder)
+    refused = pytest.raises(infinity.HostMemoryError, match="an embedding's weight as a whole")
+    with refused, infinity.gathered(ours):
+        monkeypatch.setattr(machine_memory, "available_nbytes", lambda: 1)
+        ours.embed.weight.float()
+
+
+def test_gradients_of_the_whole_weight_inside_gathered_are_the_blocks(folder):
+    ours, plain = models_of(folder)
+    with infinity.gathered(ours):
+        ours.embed.weight[60:70].float().square().sum().backward()
+        grads = [one.weight.grad for one in ours.embed.tiles]
+        assert torch.equal(
+            grads[2] + torch.zeros(32, WIDTH),
+            (2 * plain.embed.weight[64:96].float()) * (torch.arange(32) < 6)[:, None],
+        )
+
+
+def test_a_plain_tensor_is_changed_by_the_weight_and_not_the_weight(folder):
+    ours, plain = models_of(folder)
+    average = torch.zeros(ROWS, WIDTH)
+    with infinity.gathered(ours), torch.no_grad():
+        assert average.copy_(ours.embed.weight) is average
+        average.mul_(0.5).add_(ours.embed.weight, alpha=0.5)
+    assert torch.equal(average, plain.embed.weight.float())
+    assert torch.equal(ours.state_dict()["embed.weight"], plain.embed.weight)
+
+
+def test_where_nothing_is_looked_up_there_are_gradients_all_the_same(folder):
+    ours, plain = both(folder)
+    step(ours, plain, torch.tensor([3, 70]))
+    empty = torch.zeros(1, 0, dtype=torch.long)
+    assert ours[0].embed(empty).requires_grad
+    step(ours, plain, empty)
+    models.assert_same_state(*ours, *plain)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_optimizers_state_dict_has_the_shapes_of_torchs_at_every_budget(folder, named):
+    ours, plain = models_of(folder)
+    optimizer = AdamW(ours.named_parameters() if named else ours.parameters(), **SETTINGS)
+    reference = ReferenceAdamW(plain.parameters(), **SETTINGS)
+    of_torch = torch.optim.AdamW(plain.named_parameters() if named else plain.parameters(), **SETTINGS)
+    (folder / "whole").mkdir()
+    with Init(nvme=folder / "whole", host_memory="2MiB", experts="whole"):
+        whole = Lookup()
+    step((ours, optimizer), (plain, reference), torch.tensor([3, 70]))
+    found = optimizer.state_dict()
+    other = AdamW(whole.named_parameters() if named else whole.parameters(), **SETTINGS)
+    other.load_state_dict(found)
+    of_torch.load_state_dict(found)
+    assert of_torch.state[plain.embed.weight]["exp_avg"].shape == (ROWS, WIDTH)
+    (group,) = found["param_groups"]
+    assert group["params"] == [0, 1, 2]
+    if named:
+        assert group["param_names"] == ["embed.weight", "head.weight", "head.bias"]
+    for source, dtype in ((other, torch.float32), (of_torch, torch.bfloat16)):  # torch's are the weights'
+        optimizer.load_state_dict(source.state_dict())
+        again = optimizer.state_dict()["state"]
+        for number, state in found["state"].items():
+            assert all(
+                torch.equal(again[number][key], value.to(dtype).float()) for key, value in state.items()
+            )
+    wrong = {**found, "state": {0: {**found["state"][0], "exp_avg": torch.zeros(3, 4)}}}
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 0: \(3, 4\), expected \(4096, 64\)"):
+        optimizer.load_state_dict(wrong)
+
+
+def test_the_state_of_the_weight_is_read_and_written_whole(folder):
+    ours, plain = both(folder)
+    assert ours[0].embed.weight not in ours[1].state
+    step(ours, plain, torch.tensor([3, 70]))
+    state = ours[1].state[ours[0].embed.weight]
+    assert ours[0].embed.weight in ours[1].state
+    assert state["step"] == 1
+    assert state["exp_avg"].shape == (ROWS, WIDTH)
+    assert state["exp_avg"][[3, 70]].any()
+    state["exp_avg"] = torch.ones(ROWS, WIDTH)
+    assert ours[1].state[ours[0].embed.tiles[-1].weight]["exp_avg"].eq(1).all()
+    with pytest.raises(ValueError, match=r"expected a tensor of shape \(4096, 64\)"):
+        state["exp_avg"] = torch.ones(3)
+
+
+def test_the_weight_alone_may_be_gathered(folder):
+    ours, plain = models_of(folder)
+    with infinity.gathered(ours.embed.weight):
+        assert torch.equal(ours.embed.weight.clone(), plain.embed.weight)
+
+
+def tied_after(model):
+    model.other = nn.Linear(WIDTH, ROWS, bias=False)
+    model.other.weight = model.embed.weight
+
+
+def given_another(model):
+    model.embed.weight = nn.Parameter(torch.ones(ROWS, WIDTH))
+
+
+def clipped(model):
+    model(torch.tensor([3])).backward()
+    nn.utils.clip_grad_norm_([model.embed.weight], 1.0)
+
+
+def with_other_values(model):
+    torch.func.functional_call(model, model.state_dict(), (torch.tensor([3]),))
+
+
+def of_another_shape(model):
+    with infinity.gathered(model, write=True):
+        model.embed.weight.data = torch.ones(3, 4)
+
+
+REFUSED = [
+    tied_after,
+    given_another,
+    clipped,
+    with_other_values,
+    of_another_shape,
+    lambda model: model.embed.weight.register_hook(print),
+    lambda model: setattr(model.embed.weight, "grad", torch.zeros(ROWS, WIDTH)),
+]
+
+
+def test_what_blocks_cannot_do_is_an_error_that_names_the_setting_and_no_tiles(folder):
+    ours, _ = models_of(folder)
+    for use in REFUSED:
+        with pytest.raises(infinity.UnsupportedError, match='experts="whole"') as refused:
+            use(ours)
+        assert "tile" not in str(refused.value), use
+        assert "kept in blocks of rows" in str(refused.value), use

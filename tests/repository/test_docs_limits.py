@@ -19,6 +19,7 @@ import quantised
 from places import ROOT
 
 PAGE = (ROOT / "docs/limits.md").read_text()
+ROWS = 1 << 15
 IDS = torch.zeros(2, dtype=torch.long)
 
 
@@ -59,6 +60,10 @@ class Lab:
         with infinity.Init(**({"nvme": self.folder, "host_memory": "1MiB"} | settings)):
             self.built.append(make())
         return self.built[-1]
+
+    def large(self):
+        """Return an embedding that is kept in blocks of rows."""
+        return self.build(lambda: nn.Sequential(nn.Embedding(ROWS, 64)))[0]
 
     def model(self, **settings):
         return self.build(lambda: nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 256)), **settings)
@@ -222,6 +227,13 @@ TRIED = {
         )
     ],
     "another shape in `gathered(..., write=True)`": [reshaped],
+    "the weight of an embedding that is [in blocks of rows](tiling.md#rows-of-embeddings): `weight.grad`, "
+    "hooks, another Parameter in its place, tied after `Init`": [
+        lambda lab: setattr(lab.large().weight, "grad", torch.zeros(ROWS, 64)),
+        lambda lab: lab.large().weight.register_hook(print),
+        lambda lab: setattr(lab.large(), "weight", nn.Parameter(torch.zeros(ROWS, 64))),
+        lambda lab: setattr(nn.Linear(64, ROWS, bias=False), "weight", lab.large().weight),
+    ],
     "`resize_token_embeddings`, pruning, parametrizations after `Init`": [
         resized,
         lambda lab: prune.l1_unstructured(lab.model()[1], "weight", 0.5),
