@@ -86,7 +86,7 @@ class SequenceTiles(InSlices):
             return self.forward(*args, **kwargs)
         sizes = [min(self._sequences, batch - start) for start in range(0, batch, self._sequences)]
         caches = [one for one in leaves if isinstance(one, Cache)]
-        whole = _Whole(batch)
+        whole = _WholeBatch(batch)
         with self.unrecorded():
             for start, stop in _tiles(sizes, caches):
                 part = [_cut(one, batch, start, stop) for one in leaves]
@@ -122,7 +122,7 @@ def _tiles(sizes: list[int], caches: Iterable[Cache]) -> Iterator[tuple[int, int
         start += size
 
 
-class _Whole:
+class _WholeBatch:
     """The result of all tiles, put together."""
 
     def __init__(self, batch: int) -> None:
