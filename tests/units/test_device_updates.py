@@ -530,7 +530,7 @@ def test_intermediate_values_leave_with_the_last_record(folder, late):
     train(model, optimizer, 3)
     assert all(there(model))
     engine = engine_of_model(model)
-    store = engine.units[0].record.place("hi")[0].store
+    store = engine.units[0].record.home("hi")[0].store
     assert store.held_nbytes > 4 * RECORD
     while engine.pins.one_record_leaves():
         pass
