@@ -50,7 +50,7 @@ def digest(*tensors: torch.Tensor) -> int:
 
 def empty(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Return an uninitialised tensor of a dtype that is given by safetensors' name."""
-    return torch.empty(shape, dtype=DTYPES[dtype])
+    return torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
 
 
 def is_part(tensor: torch.Tensor) -> bool:

@@ -248,7 +248,7 @@ def _cut(parts: Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor:
         if begin < end:
             found.append(part[begin:end])
         at += part.numel()
-    return torch.cat(found) if found else torch.empty(0)
+    return torch.cat(found) if found else torch.empty(0, device="cpu")
 
 
 def _unpickled(path: Path) -> dict[str, Any]:

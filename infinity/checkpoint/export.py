@@ -75,7 +75,7 @@ class _SavedType(NamedTuple):
         if field == "hi" or self.dtype == "F32" or not values:
             return values
         masters = torch.frombuffer(values, dtype=torch.float32)
-        found = torch.empty(len(masters) * WIDTHS[self.dtype], dtype=torch.uint8)
+        found = torch.empty(len(masters) * WIDTHS[self.dtype], dtype=torch.uint8, device="cpu")
         WEIGHTS[self.weights].rounded(len(masters), masters.data_ptr(), found.data_ptr())
         return as_bytes(found)
 
@@ -343,7 +343,7 @@ def _values(tensor: Tensor, readers: Mapping[str, TensorReader], saved: _SavedTy
     width = WIDTHS[tensor.dtype]
     for start in range(0, tensor.numel, CHUNK_NUMEL):
         numel = min(CHUNK_NUMEL, tensor.numel - start)
-        values = torch.empty(numel * width, dtype=torch.uint8)
+        values = torch.empty(numel * width, dtype=torch.uint8, device="cpu")
         source.read(as_bytes(values))
         yield saved.rounded("master", as_bytes(values)) if tensor.kind == MASTER else as_bytes(values)
 

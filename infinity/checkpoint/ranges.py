@@ -33,7 +33,10 @@ def chunks(record: Record) -> Iterator[tuple[int, int]]:
 
 def buffers(record: Record, fields: Sequence[str], numel: int) -> dict[str, torch.Tensor]:
     """Return a zeroed byte buffer for `numel` elements of each field."""
-    return {field: torch.zeros(field_nbytes(record, field, numel), dtype=torch.uint8) for field in fields}
+    return {
+        field: torch.zeros(field_nbytes(record, field, numel), dtype=torch.uint8, device="cpu")
+        for field in fields
+    }
 
 
 @dataclass(frozen=True, slots=True)

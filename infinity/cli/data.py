@@ -63,7 +63,7 @@ class Sequences:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the position in the stream."""
-        return {"drawn": torch.tensor(self._drawn)}
+        return {"drawn": torch.tensor(self._drawn, device="cpu")}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Continue from a position."""
@@ -92,7 +92,7 @@ class Sequences:
         epoch, within = divmod(number, len(self))
         if self._order[0] != epoch:
             generator = torch.Generator().manual_seed(self._seed + epoch)
-            self._order = epoch, torch.randperm(len(self), generator=generator).tolist()
+            self._order = epoch, torch.randperm(len(self), generator=generator, device="cpu").tolist()
         return self._order[1][within]
 
     def _rows(self, places: list[int]) -> tuple[Tensor, Tensor]:

@@ -263,8 +263,8 @@ def _answer(
 
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
     width = max(len(prompt.ids) for prompt in batch)
-    ids = torch.tensor([[pad] * (width - len(one.ids)) + one.ids for one in batch])
-    mask = torch.tensor([[0] * (width - len(one.ids)) + [1] * len(one.ids) for one in batch])
+    ids = torch.tensor([[pad] * (width - len(one.ids)) + one.ids for one in batch], device="cpu")
+    mask = torch.tensor([[0] * (width - len(one.ids)) + [1] * len(one.ids) for one in batch], device="cpu")
     samples = options.temperature is not None or options.top_p is not None
     more: dict[str, Any] = {"do_sample": samples}
     if samples:

@@ -111,7 +111,9 @@ class Sampler:
         """Yield batches of token ids: int64 [batch, sequence]."""
         last = self._text.nbytes - self._sequence
         while True:
-            drawn = torch.randint(last + 1, (self._ranks, self._batch), generator=self._generator)
+            drawn = torch.randint(
+                last + 1, (self._ranks, self._batch), generator=self._generator, device="cpu"
+            )
             starts = drawn[self._rank].tolist()
             read = b"".join(self._text.read(start, self._sequence) for start in starts)
             flat = torch.frombuffer(bytearray(read), dtype=torch.uint8)

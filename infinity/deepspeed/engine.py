@@ -555,5 +555,5 @@ def _halved(tensor: torch.Tensor) -> torch.Tensor:
 
 def _unscale(grads: list[torch.Tensor], inverse: float) -> None:
     """Divide gradients by the loss scale, as GradScaler does; what is not finite stays so."""
-    found_inf, factor = torch.zeros(1), torch.tensor(inverse)
+    found_inf, factor = torch.zeros(1, device="cpu"), torch.tensor(inverse, device="cpu")
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)

@@ -64,7 +64,9 @@ class DeviceBlocks:
             except torch.OutOfMemoryError:
                 if room is None or not room.empty():
                     raise
-            return torch.empty(numel, dtype=dtype, device=self._device.torch_device)
+            flat = torch.empty(numel, dtype=dtype, device=self._device.torch_device)
+        self._device.failure_was_handled()
+        return flat
 
     def leaving(self, flat: torch.Tensor) -> None:
         """Make later uses of the memory wait for uploads that may still write to it."""
@@ -80,5 +82,5 @@ def wrap(memory: mmap | torch.Tensor, numel: int, dtype: torch.dtype) -> torch.T
         if isinstance(memory, torch.Tensor):
             return memory.view(dtype)[:numel]
         if not numel:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(memory, dtype=dtype, count=numel)

@@ -62,7 +62,7 @@ class Buffers:
         nbytes = numel * dtype.itemsize
         with torch.inference_mode(mode=False), torch.no_grad():
             if not numel:
-                return torch.empty(0, dtype=dtype)
+                return torch.empty(0, dtype=dtype, device="cpu")
             arena = self._take(nbytes) or self._make(nbytes)
             memory = (ctypes.c_char * nbytes).from_address(arena.address)
             # torch keeps `memory` until nothing shares the storage; the finalizer then returns the buffer.

@@ -85,8 +85,15 @@ class Device:
         return 0
 
     def failed_allocations(self) -> int:
-        """Return how often the device had no memory for an allocation of torch's; 0 if not known."""
+        """Return how often the device had no memory for an allocation of torch's, but for those that were
+        handled; 0 if not known.
+        """
         return 0
+
+    def failure_was_handled(self) -> None:
+        """Do not count the last allocation of torch's that failed: it was ours, and we do without it, or have
+        made it again with success.
+        """
 
     @property
     def pageable_reason(self) -> str:
@@ -183,7 +190,7 @@ class CpuDevice(Device):
 
     def take_host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return ordinary memory."""
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
     def prepare(self, nbytes: int, count: int) -> bool:
         """Downloads need no memory."""
@@ -220,6 +227,8 @@ class AcceleratorDevice(Device):
         self._events_of: Any = WeakIdKeyDictionary()  # flat -> _MemoryEvents
         self.room = DeviceRoom()
         self._uploaded_nbytes = self._downloaded_nbytes = 0
+        self._handled = 0
+        """Failures of torch's allocator that `failure_was_handled` was told of."""
         self._counting = threading.Lock()
 
     @property
@@ -233,7 +242,11 @@ class AcceleratorDevice(Device):
 
     def failed_allocations(self) -> int:
         """See Device."""
-        return self._streams.failed_allocations()
+        return self._streams.failed_allocations() - self._handled
+
+    def failure_was_handled(self) -> None:
+        """See Device."""
+        self._handled += 1
 
     @property
     def pageable_reason(self) -> str:
@@ -324,7 +337,7 @@ class AcceleratorDevice(Device):
     def download(self, tensor: torch.Tensor, *, ours: bool = True) -> Download:
         """See Device; the buffer is from `memory`."""
         if not tensor.numel():
-            return Download(torch.empty(tensor.shape, dtype=tensor.dtype), DONE)
+            return Download(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"), DONE)
         taken = self.room.take(tensor.nbytes, "a gradient on its way to the host") if ours else 0
         try:
             download = self._begin_download(tensor)

@@ -11,6 +11,7 @@ units/device_updates.py.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,8 @@ class DeviceStore(TensorStore):
         self._up, self._down = memory.up, memory.down
         self._memories: dict[int, _Memory] = {}
         self._numbers = itertools.count()
+        self._counting = threading.Lock()
+        """Held while `held_nbytes` changes: passes of the lane free extents."""
 
     def allocate(self, nbytes: int, what: str) -> Extent:
         """See TensorStore."""
@@ -74,7 +77,8 @@ class DeviceStore(TensorStore):
             tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self._place)
         stream, number = self._streams.current(), next(self._numbers)
         self._memories[number] = _Memory(tensor, stream, stream, self._streams.record(stream))
-        self.held_nbytes += nbytes
+        with self._counting:
+            self.held_nbytes += nbytes
         return Extent(self, number, nbytes)
 
     def free(self, extent: Extent) -> None:
@@ -84,7 +88,8 @@ class DeviceStore(TensorStore):
 
     def _forget(self, extent: Extent) -> None:
         memory = self._memories.pop(extent.offset)
-        self.held_nbytes -= extent.nbytes
+        with self._counting:
+            self.held_nbytes -= extent.nbytes
         if memory.stream != memory.owner:
             self._streams.keep(memory.stream, memory.tensor)
 

@@ -522,7 +522,7 @@ def _shares(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-_ALONE = _shares(nn.Parameter(torch.zeros(1)))
+_ALONE = _shares(nn.Parameter(torch.zeros(1, device="cpu")))
 
 
 def _has_views(parameter: torch.Tensor | None) -> bool:

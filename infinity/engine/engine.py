@@ -366,7 +366,12 @@ class Engine:
         self.residency.update_on_device_by(updates)
         self.gradients.update_on_device_by(updates)
         return Records(
-            store, updates, self.gradients.staying_nbytes, self.gradients.leave_device, self._steps_on_device
+            store,
+            updates,
+            self.gradients.staying_nbytes,
+            self.gradients.leave_device,
+            self._steps_on_device,
+            self.device.failure_was_handled,
         )
 
     def _steps_on_device(self) -> bool:

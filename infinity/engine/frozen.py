@@ -182,7 +182,7 @@ class FrozenFile:
 
     def _write_nf4(self, place: _Place, read: Read) -> Blocks4:
         (codes, eight, outer), numel = place.parts, place.segment.numel
-        table = torch.tensor(_NF4)
+        table = torch.tensor(_NF4, device="cpu")
         middles, scales = (table[1:] + table[:-1]) / 2, []
         for first in range(0, numel, _STRETCH_NUMEL):
             values = read(first, min(first + _STRETCH_NUMEL, numel)).float()

@@ -170,7 +170,9 @@ def four_bits(
         names = _tensor(name, tensors, "nested_quant_map")
         if names.numel() != _SCALES_8BIT or absmax.dtype != torch.uint8:
             raise UnsupportedError(f"{name}: nested scales of {absmax.dtype}, of {names.numel()} values")
-        offset = torch.tensor(float(state["nested_offset"])).item()  # as bitsandbytes has it, in fp32
+        offset = torch.tensor(
+            float(state["nested_offset"]), device="cpu"
+        ).item()  # as bitsandbytes has it, in fp32
         table_8bit = array("f", names.float().tolist())
         scales = NestedScales(found[1], found[2], int(state["nested_blocksize"]), table_8bit, offset)
     elif absmax.dtype != torch.float32:
@@ -192,7 +194,7 @@ def widened(
     weight: Packed, tensors: Sequence[torch.Tensor], shape: torch.Size, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the values of a weight whose ranges are `in_memory` of these tensors, in a new tensor."""
-    values = torch.empty(shape, dtype=dtype)
+    values = torch.empty(shape, dtype=dtype, device="cpu")
     name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     for cut in weight.cuts(0, weight.numel, 1 << 62):
         at = [tensors[int(one.path)].data_ptr() + one.offset for one in cut.sources]

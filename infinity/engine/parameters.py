@@ -139,7 +139,7 @@ class Parameters:
 
     def _read(self, record: Record, index: int, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
         numel = record.shard.segments[index].numel
-        into = {field: torch.empty(numel, dtype=dtype) for field, dtype in dtypes.items()}
+        into = {field: torch.empty(numel, dtype=dtype, device="cpu") for field, dtype in dtypes.items()}
         self._run(ReadPass(record, index, record.tile_numel, into))
         return into
 
@@ -147,7 +147,7 @@ class Parameters:
         """Return elements [start, stop) of the weights of a record that compute, of their type, as they are
         on this rank.
         """
-        values = torch.empty(stop - start, dtype=dtype)
+        values = torch.empty(stop - start, dtype=dtype, device="cpu")
         self._run(CopyOutPass(record, record.tile_numel, start, stop, {"hi": values}))
         return values
 

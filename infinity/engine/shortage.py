@@ -7,7 +7,8 @@ far as nobody uses them, and the allocation is tried once more. Where it fails i
 error ends that forward or backward: nothing can be tried again in there. A program that catches the error and
 goes on finds the device emptied at its next forward, with a warning that has the numbers, and nothing of ours
 will live there again: an activation that does not fit beside it would not fit in the next step either. How
-often torch has failed is asked of its allocator.
+often torch has failed is asked of its allocator; failures of our own allocations that we have handled do not
+count.
 """
 
 from __future__ import annotations

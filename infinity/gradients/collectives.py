@@ -171,7 +171,7 @@ class Gathering(Collective):
             self._device.arrived(flat)
             channel.gather(flat, self._part, self.what)
             self._device.assembled(flat)
-        self._part = torch.empty(0)
+        self._part = torch.empty(0, device="cpu")
 
 
 class Collecting(Collective):
@@ -240,7 +240,7 @@ class Reducing(Collective):
             self._device.leaving(self._sent)
             self._sent = None
             _mean_of_ranks(received.view(channel.ranks.size, -1), self._mean)
-        self._sent, self._mean = None, torch.empty(0)
+        self._sent, self._mean = None, torch.empty(0, device="cpu")
         self._lease.end()
 
 
@@ -254,7 +254,7 @@ def _mean_of_ranks(rows: torch.Tensor, mean: torch.Tensor) -> None:
         mean.copy_(sum_of_rows / count)  # waits for this thread's stream alone
         return
     numel = mean.numel()
-    total = mean if mean.dtype == torch.float32 else torch.empty(numel, dtype=torch.float32)
+    total = mean if mean.dtype == torch.float32 else torch.empty(numel, dtype=torch.float32, device="cpu")
     WIDEN[rows.dtype](numel, rows[0].data_ptr(), total.data_ptr())
     for row in rows[1:]:
         ACCUMULATE[rows.dtype](numel, total.data_ptr(), row.data_ptr())

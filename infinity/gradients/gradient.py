@@ -298,7 +298,7 @@ def total_of(stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         return stored.float().add_(new)
     total = stored
     if stored.dtype != torch.float32:
-        total = torch.empty(stored.shape, dtype=torch.float32)
+        total = torch.empty(stored.shape, dtype=torch.float32, device="cpu")
         WIDEN[stored.dtype](stored.numel(), stored.data_ptr(), total.data_ptr())
     ACCUMULATE[new.dtype](new.numel(), total.data_ptr(), new.data_ptr())
     return total

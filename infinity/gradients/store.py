@@ -227,6 +227,15 @@ class GradientStore:
         self._on_device[gradient.unit][gradient.index] = gradient
         return True
 
+    def _begins_on_device(self, gradient: Gradient, grad: torch.Tensor) -> bool:
+        """Let a gradient of zeros, to which a backward adds, stay on the device as a new one does."""
+        unit = gradient.unit
+        if not unit.record.on_device:
+            return False
+        if gradient.index in unit.pending:
+            self._residency.flush(unit)
+        return self._stays_on_device(gradient, grad, keep=True)
+
     def _add_on_device(self, gradient: Gradient, grad: torch.Tensor) -> bool:
         """Add a further backward's gradient on the device; False where the sum has no room there."""
         room, unit, stored = self._device.room, gradient.unit, gradient.in_memory
@@ -308,9 +317,11 @@ class GradientStore:
     def add(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Add a further backward's gradient to the stored one, in fp32."""
         gradient.check("a second backward before step()")
-        self._adds = True
+        self._adds |= gradient.form is not Form.ZERO
         if self._reduction is not None:
             self._reduction.add(gradient, grad)
+        elif gradient.form is Form.ZERO and self._begins_on_device(gradient, grad):
+            return
         elif not gradient.on_device or not self._add_on_device(gradient, grad):
             if gradient.on_device:
                 self._keep_on_device(gradient.unit)
@@ -529,7 +540,7 @@ class GradientStore:
         """Return what this rank has of a spilled gradient."""
         record = gradient.unit.record
         dtype = torch.float32 if gradient.field == "grad32" else compute_dtype(record.schema)
-        values = torch.empty(record.shard.segments[gradient.index].numel, dtype=dtype)
+        values = torch.empty(record.shard.segments[gradient.index].numel, dtype=dtype, device="cpu")
         job = ReadPass(record, gradient.index, record.tile_numel, {gradient.field: values})
         self._lane.submit(job, urgent=True)
         self._lane.wait(job)

@@ -232,7 +232,7 @@ class _UpdatingPass(_UnitPass):
         }
         step = update.recipe.kernels[self.record.schema.dtype, self.record.schema.state_dtype]
         misses = update.missed or update.after or not update.has_gradient
-        zeros = torch.zeros(piece.numel if misses else 0, dtype=torch.bfloat16)
+        zeros = torch.zeros(piece.numel if misses else 0, dtype=torch.bfloat16, device="cpu")
 
         def miss(steps: Iterable[tuple[Any, int]]) -> None:
             for scalars, key in steps:

@@ -240,7 +240,7 @@ class ReadPass(CopyOutPass):
         super()._move(numel, stored, {field: to for field, to in values.items() if field not in ("m", "v")})
         state_dtype, asked = self.record.schema.state_dtype, [name for name in ("m", "v") if name in values]
         if state_dtype == "int8" and asked and "m" in stored:
-            unasked = torch.empty(numel, dtype=torch.float32)
+            unasked = torch.empty(numel, dtype=torch.float32, device="cpu")
             m, v = (values.get(name, unasked.data_ptr()) for name in ("m", "v"))
             kernels.dequantize(numel, stored["m"], stored["v"], stored["scale"], m, v)
             return

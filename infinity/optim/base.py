@@ -317,7 +317,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         for index, parameter in enumerate(parameters):
             if index in packed["state"]:  # a hook may leave state out
                 values = self.mine[id(parameter)].engine.parameters.read(parameter, list(self.recipe.state))
-                step = torch.tensor(float(self.counts[parameter]["step"]))
+                step = torch.tensor(float(self.counts[parameter]["step"]), device="cpu")
                 named = dict(zip(self.recipe.state.values(), values, strict=True))
                 packed["state"][index] = {"step": step, **named}
         return joined_state(packed, [group["params"] for group in self.param_groups])

@@ -88,7 +88,7 @@ class _OptimizerKind:
         Raises: see wrap_optimizer.
         """
         self._kind, self._options = kind, options
-        made = kind([torch.nn.Parameter(torch.zeros(1))], **options)
+        made = kind([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **options)
         plain = {"foreach": False, "fused": False}
         self.defaults = {name: plain.get(name, value) for name, value in made.defaults.items()}
         self._count: Callable[[int], Any] | None = None
@@ -145,7 +145,7 @@ class _OptimizerKind:
         width = {"hi": weights.dtype.itemsize, "lo": 2}
         at = {name: one + width.get(name, 4) * start for name, one in span.at.items()}
         dtype = _TYPES[span.dtype]
-        master, grad = torch.empty(n), torch.empty(n)
+        master, grad = torch.empty(n, device="cpu"), torch.empty(n, device="cpu")
         weights.read_master(n, at, master.data_ptr())
         WIDEN[dtype](n, span.grad + dtype.itemsize * start, grad.data_ptr())
         stored = {
@@ -167,7 +167,7 @@ class _OptimizerKind:
     def _tested(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         """Test it with these options; return the names of its state. See [Note: what is elementwise]."""
         generator = torch.Generator().manual_seed(0)
-        drawn = torch.randn((4, _PROBED_NUMEL), generator=generator)
+        drawn = torch.randn((4, _PROBED_NUMEL), generator=generator, device="cpu")
         name = self._kind.__name__
         try:
             whole, state = self._run(drawn, options)
@@ -198,4 +198,4 @@ class _OptimizerKind:
 
 
 def _as_tensor(step: int) -> torch.Tensor:
-    return torch.tensor(float(step))
+    return torch.tensor(float(step), device="cpu")

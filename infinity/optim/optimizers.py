@@ -136,7 +136,7 @@ class Adagrad(OffloadedOptimizer):
         super().make_room(engine, parameter)
         first = self.param_groups[self.mine[id(parameter)].group]["initial_accumulator_value"]
         if begins and first:
-            engine.parameters.write(parameter, {"v": torch.full(parameter.shape, float(first))})
+            engine.parameters.write(parameter, {"v": torch.full(parameter.shape, float(first), device="cpu")})
 
 
 class Lion(OffloadedOptimizer):

@@ -123,6 +123,8 @@ class Owning:
         for engine in {self.mine[id(one)].engine for one in parameters}:
             ours = [one for one in trained if self.mine[id(one)].engine is engine]
             check_fits(engine, type(self).__name__, self._missing_nbytes(ours))
+            if self.recipe.tensors is None and engine.pins is not None:
+                engine.pins.records_leave_for_good()
             self._make_own(engine, ours)
             self._add_all_fields(engine, ours)
         if not self._made:
@@ -205,7 +207,7 @@ class Owning:
         if segment.numel and (
             under_way or any(unit.record.written(name, start) for name in self.recipe.state)
         ):
-            zeros = torch.zeros(parameter.shape, dtype=torch.float32)
+            zeros = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
             if self.recipe.state:
                 engine.parameters.write(parameter, dict.fromkeys(self.recipe.state, zeros))
 

@@ -92,7 +92,9 @@ class Channel:
         """
         self._sequence += 1
         mine = [self._sequence, xxhash.xxh3_64_intdigest(what.encode()) >> 1]
-        if any(other != mine for other in self.rows(torch.tensor(mine, dtype=torch.int64), what)):
+        if any(
+            other != mine for other in self.rows(torch.tensor(mine, dtype=torch.int64, device="cpu"), what)
+        ):
             raise self._different(what)
 
     def _different(self, what: str) -> RanksError:
@@ -108,11 +110,11 @@ class Channel:
 
     def integers(self, values: Sequence[int], what: str) -> list[list[int]]:
         """Return every rank's 63-bit integers; all ranks give the same number of them."""
-        return self.rows(torch.tensor(values, dtype=torch.int64), what)
+        return self.rows(torch.tensor(values, dtype=torch.int64, device="cpu"), what)
 
     def rows(self, mine: torch.Tensor, what: str) -> list[list[Any]]:
         """Return every rank's numbers; all ranks give the same number of them, of the same dtype."""
-        rows = torch.empty(self.ranks.size * mine.numel(), dtype=mine.dtype)
+        rows = torch.empty(self.ranks.size * mine.numel(), dtype=mine.dtype, device="cpu")
         self.gather(rows, mine, what)
         whole: list[list[Any]] = rows.view(self.ranks.size, -1).tolist()
         return whole
@@ -227,14 +229,14 @@ class Ranks:
         """Return the sums over all ranks, in fp64, added in the order of ranks."""
         if self._control is None:
             return list(values)
-        rows = self._control.rows(torch.tensor(values, dtype=torch.float64), what)
+        rows = self._control.rows(torch.tensor(values, dtype=torch.float64, device="cpu"), what)
         return [sum(column) for column in zip(*rows, strict=True)]
 
     def union(self, chosen: Sequence[int], count: int, what: str) -> list[int]:
         """Return, in order, those of the numbers below `count` that any rank has chosen."""
         if self._control is None:
             return list(chosen)
-        mine = torch.zeros(count, dtype=torch.uint8)
+        mine = torch.zeros(count, dtype=torch.uint8, device="cpu")
         mine[list(chosen)] = 1
         rows = self._control.rows(mine, what)
         return [number for number, any_rank in enumerate(zip(*rows, strict=True)) if any(any_rank)]
@@ -276,7 +278,7 @@ class Ranks:
         if not most:
             return [b""] * self.size
         padded = torch.frombuffer(bytearray(said.ljust(most)), dtype=torch.uint8)
-        rows = torch.empty(self.size * most, dtype=torch.uint8)
+        rows = torch.empty(self.size * most, dtype=torch.uint8, device="cpu")
         self._control.gather(rows, padded, what)
         whole = memoryview(rows.numpy())  # type: ignore[arg-type]
         return [bytes(whole[rank * most : rank * most + size]) for rank, size in enumerate(sizes)]

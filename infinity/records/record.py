@@ -319,10 +319,12 @@ class Record:
             old.store.free(old)
 
     def move(self, name: str, extent: Extent, hashes: array[int]) -> None:
-        """Move a field to `extent` on NVMe, where it was written with these checksums."""
+        """Move a field to `extent`, where it was written with these checksums."""
         old = self._extents[name]
         self._extents[name], self._hashes[name] = extent, hashes
         self._moved()
+        if self.volatile(name):  # a durable run's copy on NVMe may be of a time before it was there itself
+            self.changed_in_host.add(name)
         old.store.free(old)
 
     def _moved(self) -> None:

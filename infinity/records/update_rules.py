@@ -129,7 +129,7 @@ def _on_every_record(step: Kernel) -> dict[tuple[str, str], Kernel]:
 
 
 def _through_split(step: Kernel, span: UpdateSpan, scalars: Any, field: str) -> None:
-    halves = torch.empty((2, min(span.n, CHUNK_NUMEL)), dtype=torch.int16)
+    halves = torch.empty((2, min(span.n, CHUNK_NUMEL)), dtype=torch.int16, device="cpu")
     hi, lo = (half.data_ptr() for half in halves)
     width = 4 if span.dtype == "f32" else 2
     for start in range(0, span.n, CHUNK_NUMEL):
@@ -143,7 +143,7 @@ def _through_split(step: Kernel, span: UpdateSpan, scalars: Any, field: str) -> 
 
 def _without_momentum(span: UpdateSpan, scalars: Any) -> None:
     """Step by the gradient alone: as a first step with momentum, whose momentum is not kept."""
-    momentum = torch.empty(min(span.n, CHUNK_NUMEL))
+    momentum = torch.empty(min(span.n, CHUNK_NUMEL), device="cpu")
     width = 4 if span.dtype == "f32" else 2
     for start in range(0, span.n, CHUNK_NUMEL):
         n = min(CHUNK_NUMEL, span.n - start)

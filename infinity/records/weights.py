@@ -81,7 +81,7 @@ def _take_bf16(n: int, source: int, at: At) -> None:
 
 
 def _round_bf16(n: int, source: int, target: int) -> None:
-    lo = torch.empty(n, dtype=torch.int16)
+    lo = torch.empty(n, dtype=torch.int16, device="cpu")
     kernels.split(n, source, target, lo.data_ptr())
 
 

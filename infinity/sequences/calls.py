@@ -144,7 +144,9 @@ class Meeting:
     def _exchange(self, told: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what every rank tells, [ranks, elements], by the names of what this one tells."""
         mine = [one.detach().to("cpu", torch.float64).reshape(-1) for one in told.values()]
-        whole = self._group.gather(torch.cat(mine) if mine else torch.empty(0), "tell positions and labels")
+        whole = self._group.gather(
+            torch.cat(mine) if mine else torch.empty(0, device="cpu"), "tell positions and labels"
+        )
         return dict(zip(told, whole.split([len(one) for one in mine], dim=1), strict=True))
 
     def _agree(self, given: Mapping[str, Any], rows: int, tokens: int) -> None:
@@ -153,7 +155,7 @@ class Meeting:
         ids = given.get("input_ids")
         digest = 0 if ids is None else _digest(ids, given.get("position_ids"))
         said = self._group.gather(
-            torch.tensor([rows, tokens, has, digest], dtype=torch.float64), _WHAT
+            torch.tensor([rows, tokens, has, digest], dtype=torch.float64, device="cpu"), _WHAT
         ).tolist()
         if any(one[:3] != said[0][:3] for one in said):
             each = "; ".join(

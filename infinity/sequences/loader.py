@@ -86,7 +86,9 @@ class SequenceParallelLoader:
             )
         digest = 0 if batch is None or self._in_turn else _digest(batch)
         group = self._sequences.group
-        said = group.gather(torch.tensor([batch is not None, digest], dtype=torch.float64), _WHAT).tolist()
+        said = group.gather(
+            torch.tensor([batch is not None, digest], dtype=torch.float64, device="cpu"), _WHAT
+        ).tolist()
         if any(one != said[0] for one in said):
             has = ", ".join(
                 f"rank {rank}: {f'batch {int(one[1]):x}' if one[0] else 'no more'}"
@@ -112,7 +114,9 @@ class SequenceParallelLoader:
                 given[name] = what[0]
                 continue
             mine = (
-                batch[name] if group.rank == root else torch.empty(what["shape"], dtype=DTYPES[what["dtype"]])
+                batch[name]
+                if group.rank == root
+                else torch.empty(what["shape"], dtype=DTYPES[what["dtype"]], device="cpu")
             )
             sent = mine.detach().cpu().contiguous()
             group.spread(sent.view(-1).view(torch.uint8), root, f"spread {name}")

@@ -27,7 +27,7 @@ class MeanOverSequence(torch.autograd.Function):
         """total: this rank's sum, a scalar. count: the number of labels of the group, fp64."""
         ctx.group, ctx.count = group, count
         ctx.dtype = total.dtype
-        whole = torch.zeros((), dtype=torch.float64)
+        whole = torch.zeros((), dtype=torch.float64, device="cpu")
         for row in group.gather(total, "sum the losses of a sequence"):
             whole = whole + row[0]
         return (whole / count).to(total.device, total.dtype)

@@ -5,7 +5,8 @@ whole records do.
 A unit that is lodged keeps a copy of `hi` there, whose original is below, until an update changes that. A
 record that lives there has all of its fields there and nowhere else: it is used in place, and updated there
 (see device_updates). Its gradients stay there, too, until they are applied. It comes up and goes down between
-steps, by passes of the lane, while nobody uses it. Should units in use take more than their share, one record
+steps, by passes of the lane, while nobody uses it. Where torch has no memory for it, it stays below, and no
+more lives there from then on than did. Should units in use take more than their share, one record
 after the other leaves in the middle of a step, and the room for such records is less from then on.
 """
 
@@ -14,6 +15,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from infinity.device.room import DeviceRoom
 from infinity.lane.lane import StreamLane
@@ -32,6 +35,7 @@ logger = logging.getLogger("infinity")
 class Records:
     """What whole records on the device need. takes: the bytes of a unit's gradients that stay there with its
     record. leave: takes them off the device. allowed: whether each optimizer can make its steps there.
+    failure_was_handled: tells the device that we do without memory that torch did not have.
     """
 
     store: TensorStore
@@ -39,6 +43,7 @@ class Records:
     takes: Callable[[Unit], int]
     leave: Callable[[Unit], None]
     allowed: Callable[[], bool]
+    failure_was_handled: Callable[[], None]
 
 
 class DeviceTier:
@@ -60,6 +65,8 @@ class DeviceTier:
         self._records = records
         self._lodgers: frozenset[Unit] = frozenset()
         self._closed = False
+        self._full_nbytes: int | None = None
+        """What lived there when torch had no memory for a further record."""
 
     @property
     def room_nbytes(self) -> int:
@@ -67,6 +74,7 @@ class DeviceTier:
         their share, so that others had to give way.
         """
         left = self.budget.lodging_nbytes - self._room.lacked_nbytes
+        left = left if self._full_nbytes is None else min(left, self._full_nbytes)
         return 0 if self._closed else max(0, left)
 
     @property
@@ -124,18 +132,56 @@ class DeviceTier:
             if self._records is None or unit.residence.users:
                 continue
             missing = [name for name in unit.record.fields if not unit.record.in_device(name)]
-            updates, scratch_nbytes = self._records.updates, self.scratch_nbytes
-            more_nbytes = 0 if updates.is_open else scratch_nbytes
-            if not self._room.fits(_fields_nbytes(unit) + more_nbytes):
+            scratch_nbytes = 0 if self._records.updates.is_open else self.scratch_nbytes
+            if not self._room.fits(_fields_nbytes(unit) + scratch_nbytes):
                 continue
-            updates.open(scratch_nbytes)
+            there = {one for one in self._residency.units if one.record.nbytes("device")}
+            there.update(one for one, _ in jobs)
+            full = self._full_nbytes
+            if full is not None and self._living_nbytes({*there, unit}) > full:
+                continue
+            extents = self._allocate(self._records, unit, missing)
+            if extents is None:
+                self._full_nbytes = self._living_nbytes(there - {unit})
+                break
             self._residency.flush(unit)
             self._residency.evict(unit)
-            for name in missing:
-                nbytes = unit.record.field_nbytes(name)
-                extent = self._records.store.allocate(nbytes, f"{unit.name}.{name}")
-                jobs.append((unit, self._move(unit, name, extent)))
+            jobs += [(unit, self._move(unit, name, extent)) for name, extent in extents.items()]
         self._await(jobs)
+        self.release_scratch()
+
+    def _living_nbytes(self, records: Collection[Unit]) -> int:
+        """Return the bytes that these records take there, with what belongs to them, and all lodged units."""
+        return self.records_nbytes(records) + sum(map(self._nbytes, self._lodgers))
+
+    def _allocate(self, records: Records, unit: Unit, names: Sequence[str]) -> dict[str, Extent] | None:
+        """Return memory for fields of a unit, and see that there is some for intermediate values; None, with
+        a warning, where torch has none.
+        """
+        extents: dict[str, Extent] = {}
+        try:
+            records.updates.open(self.scratch_nbytes)
+            for name in names:
+                nbytes = unit.record.field_nbytes(name)
+                extents[name] = records.store.allocate(nbytes, f"{unit.name}.{name}")
+        except BaseException as error:
+            for extent in extents.values():
+                records.store.free(extent)
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
+        else:
+            return extents
+        records.failure_was_handled()
+        logger.warning(
+            "the device has no memory for %s of %s, though device_memory=%s has room: it stays below, and no "
+            "more records than the %s that are on the device by now will live there. Give Config a smaller "
+            "device_memory.",
+            format_size(_fields_nbytes(unit)),
+            unit.name,
+            format_size(self.budget.total_nbytes),
+            format_size(records.store.held_nbytes),
+        )
+        return None
 
     def lower(self, units: Sequence[Unit], place: Callable[[Unit, str], Extent]) -> None:
         """Take records that nobody uses off the device, to where `place` puts each field."""
@@ -143,6 +189,7 @@ class DeviceTier:
         for unit in units:
             if self._records is None or not unit.record.nbytes("device") or unit.residence.users:
                 continue
+            self._records.updates.settle(unit.record)  # it may still be on its way up
             self._residency.flush(unit)
             self._residency.evict(unit)
             self._records.leave(unit)

@@ -5,13 +5,17 @@ Such an update is no pass: nothing has to be moved, and its kernels run behind t
 and before those that use the weights next, because they are queued between them. The host waits for nothing.
 Passes over the same record (a checkpoint that is read, weights that are set) are waited for first; those that
 come later wait, on the streams of their copies, for the update (see DeviceStore). A gradient that is not on
-the device, because there was no room for it, is brought.
+the device, because there was no room for it, is brought. Updates are pending until all of this is queued, and
+the record is marked as changed: a commit on another thread takes a record without any for one that is up to
+date, and is woken then.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -66,6 +70,7 @@ class DeviceUpdates:
         self.settle(unit.record)
         if not unit.pending:
             return
+        brought = self._take_room(unit)
         began_s, before, self.busy = time.perf_counter(), self.busy, unit
         try:
             unit.allocate()
@@ -76,6 +81,8 @@ class DeviceUpdates:
             raise
         finally:
             self.busy = before
+            if self._device.room is not None:
+                self._device.room.give_back(brought)
         self._timeline.span("update", unit.name, began_s, time.perf_counter())
 
     def settle(self, record: Record) -> None:
@@ -90,7 +97,7 @@ class DeviceUpdates:
         record, scratch = unit.record, self._begin()
         at = {name: record.tensor(name).view(dtype) for name, dtype in _dtypes(record).items()}
         record.arrived(*at)
-        for index, update in unit.pending.take().items():
+        for index, update in unit.pending.items():
             if update.recipe.tensors is None:
                 raise UnsupportedError(
                     f"{unit.name}: {update.recipe.name} has no step for a device, and this record lives "
@@ -98,14 +105,33 @@ class DeviceUpdates:
                 )
             segment = record.shard.segments[index]
             part = {name: one[segment.start : segment.stop] for name, one in at.items()}
-            for scalars, _ in update.missed:
-                make_step(update.recipe.tensors, part, None, scalars, scratch)
-            make_step(
-                update.recipe.tensors, part, self._gradient(unit, index, update), update.scalars, scratch
-            )
+            gradient = self._gradient(unit, index, update)
+            steps = [*_of_zeros(update.missed), (gradient, update.scalars), *_of_zeros(update.after)]
+            for values, scalars in steps:
+                make_step(update.recipe.tensors, part, values, scalars, scratch)
         record.used(*at)
-        record.note_updated()
         self._end()
+        with self._lane.lock:
+            record.note_updated()
+            unit.pending.clear()
+            self._lane.changed.notify_all()
+
+    def _take_room(self, unit: Unit) -> int:
+        """Count the gradients of a unit that are to be brought; return the bytes to give back.
+
+        Raises: DeviceMemoryError where they have no room; then nothing is changed.
+        """
+        room, before, self.busy = self._device.room, self.busy, unit
+        segments, width = unit.record.shard.segments, compute_dtype(unit.record.schema).itemsize
+        sizes = []
+        for index, update in unit.pending.items():
+            if update.has_gradient and not update.on_device:
+                wide = 4 if update.field == "grad32" else width
+                sizes.append(segments[index].numel * wide if update.tensor is None else update.tensor.nbytes)
+        try:
+            return room.take_all(sizes, f"{unit.name}: gradients that are brought") if room is not None else 0
+        finally:
+            self.busy = before
 
     def _begin(self) -> Scratch:
         if self._scratch is None or self._extent is None:
@@ -128,7 +154,7 @@ class DeviceUpdates:
             return self._device.bring(update.tensor)
         record = unit.record
         dtype = torch.float32 if update.field == "grad32" else compute_dtype(record.schema)
-        values = torch.empty(record.shard.segments[index].numel, dtype=dtype)
+        values = torch.empty(record.shard.segments[index].numel, dtype=dtype, device="cpu")
         job = ReadPass(record, index, record.tile_numel, {str(update.field): values})
         self._lane.submit(job, urgent=True)
         self._lane.wait(job, finished=True)
@@ -143,6 +169,11 @@ class DeviceUpdates:
         self._end()
         found: list[float] = self._device.to_host(sums).tolist()
         return found
+
+
+def _of_zeros(steps: Iterable[tuple[Any, int]]) -> list[tuple[None, Any]]:
+    """Return steps without gradients, by their scalars and keys, as `make_step` takes them."""
+    return [(None, scalars) for scalars, _ in steps]
 
 
 def bring_down(unit: Unit, device: Device) -> None:

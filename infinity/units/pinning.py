@@ -141,6 +141,7 @@ class Pins:
         if moves:  # those that were in use when it was decided
             placed = set(records)
             self._tier.lower([unit for unit in self._units if unit not in placed], self._allocate_below)
+            self._tier.release_scratch()
         self._tier.lodge([unit for unit in there if unit not in set(records)], records, moves=moves)
         if self._nvme is self._host:  # the way back is kept free
             for unit in below:
@@ -295,6 +296,11 @@ class Pins:
         placed = {key: tier for key, tier in self._placement.items() if key[0] not in gone}
         self._placement = MappingProxyType(placed)
         self._tier.lower(units, self._allocate_below)
+        self._tier.release_scratch()
+
+    def records_leave_for_good(self) -> None:
+        """Take all records off the device: an optimizer without a step for it has come."""
+        self._lower([unit for unit in self._units if unit.record.nbytes("device")])
 
     def empty_device(self) -> None:
         """Take all that lives on the device off it, for good: it has run out of memory. Called outside of
@@ -306,7 +312,6 @@ class Pins:
         there = {unit for (unit, _), tier in self._placement.items() if tier == "device"}
         self._lower([unit for unit in self._units if unit.index in there])
         self._lodge(moves=False)
-        self._tier.release_scratch()
 
     def _candidates(self, expected: Frequencies) -> Iterator[Candidate]:
         """Every field, with what a step, or a round, is expected to read and write of it."""

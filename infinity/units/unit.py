@@ -64,7 +64,7 @@ class Unit:
         self.parameters = parameters
         self.record = record
         self.base = base
-        self.flat = torch.empty(0, dtype=compute_dtype(record.schema))
+        self.flat = torch.empty(0, dtype=compute_dtype(record.schema), device="cpu")
         """`hi` in the memory that computes, while the unit is resident; else without elements."""
         self.storage_key = int(self.flat.untyped_storage()._cdata)
         """Identifies the storage: any tensor that shares it shows the same number."""
@@ -231,7 +231,7 @@ class Unit:
     def unbind(self) -> None:
         """Drop the references to the memory."""
         self._opened.by_storage.pop(self.storage_key, None)
-        self.flat = torch.empty(0, dtype=self.flat.dtype)
+        self.flat = torch.empty(0, dtype=self.flat.dtype, device="cpu")
         self.storage_key = int(self.flat.untyped_storage()._cdata)
         self._memory = None
         self._views = []

@@ -64,6 +64,21 @@ def test_files_are_short_enough_to_be_read() -> None:
     assert long == []
 
 
+def test_memory_is_asked_for_on_a_device_that_is_named() -> None:
+    """torch.set_default_device would decide else, and the kernels write to addresses of the host."""
+    makers = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm"}
+    makers |= {"scalar_tensor", "tensor", "zeros"}
+    wrong = []
+    for path in (ROOT / "infinity").glob("**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())) if "reference" not in path.parts else ():
+            makes = isinstance(node, ast.Call) and ast.unparse(node.func) in {
+                f"torch.{one}" for one in makers
+            }
+            if makes and not {"device", None} & {one.arg for one in node.keywords}:
+                wrong.append(f"{name(path)}:{node.lineno}")
+    assert wrong == []
+
+
 def test_product_code_neither_prints_nor_asserts_bare() -> None:
     wrong = []
     for path in (path for path in PRODUCT if path.suffix == ".py"):

@@ -3,6 +3,8 @@ allow, and whose memory is the host's. Trusted: the reference recipe, and traini
 the simulated device such records are trained in tests/device/test_device_tier.py.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,9 @@ from infinity import SGD, Adagrad, Adam, AdamW, Init, Lion, gathered, stats
 from infinity.device.device import AcceleratorDevice
 from infinity.engine import engine as engine_module
 from infinity.engine.engine import engine_of_model
+from infinity.optim.base import OffloadedOptimizer
+from infinity.records.update_rules import ADAMW
+from infinity.units import device_updates
 from streams import LateStreams
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
@@ -352,3 +357,198 @@ def test_a_scaler_skips_the_step_whose_gradients_overflow(folder, tmp_path, monk
     assert all(there(model))
     assert after == scale == 2.0**9
     assert same(found, plain)
+
+
+# Faults that were found
+
+
+def in_part(model, number, layers):
+    torch.manual_seed(number)
+    model[:layers](torch.randn(3, WIDTH).bfloat16()).float().square().mean().backward()
+
+
+def with_missed_steps(folder, host_memory):
+    """Train such that a spilled gradient is followed by steps in which its layer is not used."""
+    model = built(folder, layers=2, host_memory=host_memory)
+    optimizer = AdamW(model.parameters(), **SETTINGS)
+    for step in range(8):
+        in_part(model, step, 2 if step < 5 else 1)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return model, state(model, optimizer)
+
+
+def test_steps_of_zeros_that_follow_a_spilled_gradient_are_made(tmp_path, folder, monkeypatch):
+    _, expected = with_missed_steps(tmp_path, "128KiB")
+    device = AcceleratorDevice(torch.device("cpu"), LateStreams())
+    monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
+    _, found = with_missed_steps(folder, "128KiB")
+    assert same(found, expected)
+
+
+def test_updates_are_pending_until_the_record_is_marked_as_changed_and_the_lane_is_told(
+    folder, late, monkeypatch
+):
+    model = built(folder)
+    optimizer = AdamW(model.parameters(), **SETTINGS)
+    train(model, optimizer, 3)
+    assert all(there(model))
+    engine, make = engine_of_model(model), device_updates.make_step
+    notify_all, seen, told = engine.lane.changed.notify_all, [], []
+
+    def left():
+        return sum(bool(unit.pending) for unit in engine.units)
+
+    monkeypatch.setattr(device_updates, "make_step", lambda *args: (seen.append(left()), make(*args)))
+    monkeypatch.setattr(engine.lane.changed, "notify_all", lambda: (told.append(left()), notify_all()))
+    backward(model, 30)
+    for unit in engine.units:
+        unit.record.changed_in_host.clear()
+    optimizer.step()
+    for unit in engine.units:
+        engine.residency.flush(unit)
+        assert unit.record.changed_in_host == set(unit.record.fields)
+    assert seen == 2 * [4, 3, 2, 1]  # of the step before, in the forward, and of this one
+    assert set(told) >= {3, 2, 1, 0}
+
+
+@pytest.mark.usefixtures("late")
+def test_a_record_that_left_and_came_back_is_committed_as_it_is(folder, monkeypatch):
+    first = fragile.Run(folder)
+    first.train(8)
+    first.engine.durable.commit_now()
+    assert sum(there(first.model)) > 3
+    room = first.engine.device.room
+    first.done += 1
+    first.model(first.loader.next(), seldom=False).backward()
+    taken = room.take(room.ledger.free_nbytes, "of others")
+    with gathered(first.model):
+        pass
+    assert sum(there(first.model)) < 3
+    room.give_back(taken)
+    first.optimizer.step()
+    first.schedule.step()
+    first.optimizer.zero_grad()
+    first.engine.durable.commit_now()
+    expected = first.state()
+    first.kill()
+    device = AcceleratorDevice(torch.device("cpu"), LateStreams())
+    monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
+    again = fragile.Run(folder, seed=99)
+    assert again.first == 9
+    found = again.state()
+    again.kill()
+    del expected["buffers"], found["buffers"]
+    assert fragile.same(found, expected)
+
+
+def failing_zeros(monkeypatch, from_call):
+    """Let torch have no memory for records from this extent on."""
+    zeros, calls = torch.zeros, []
+
+    def refuse(*args, **more):
+        if more.get("dtype") is torch.uint8 and "device" in more and more["device"] != "cpu":
+            calls.append(more)
+            if len(calls) >= from_call:
+                raise torch.OutOfMemoryError("no memory")
+        return zeros(*args, **more)
+
+    monkeypatch.setattr(torch, "zeros", refuse)
+
+
+def test_records_for_which_torch_has_no_memory_stay_below_and_the_warning_has_the_numbers(
+    folder, expected, late, monkeypatch, caplog
+):
+    model = built(folder)
+    optimizer = AdamW(model.parameters(), **SETTINGS)
+    failing_zeros(monkeypatch, 8)  # in the second record: the first is the memory for intermediate values
+    train(model, optimizer, 5, micro=2)
+    assert sum(there(model)) == 1
+    assert "the device has no memory for 48.0 KiB" in caplog.text
+    assert same(state(model, optimizer), expected)
+    room, held = engine_of_model(model).device.room, stats(model).device_nbytes
+    assert held == RECORD, "what was allocated of the second record is free again"
+    assert room.ledger.held_nbytes > held
+
+
+def test_records_leave_before_an_optimizer_without_a_step_for_devices_has_updates(folder, late):
+    model = built(folder)
+    earlier = AdamW(model.parameters(), **SETTINGS)
+    train(model, earlier, 3)
+    assert all(there(model))
+
+    class Mine(OffloadedOptimizer):
+        def __init__(self, parameters):
+            defaults = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+            super().__init__(parameters, defaults, replace(ADAMW, tensors=None, name="Mine"))
+
+    with pytest.warns(UserWarning, match="supersedes"):
+        optimizer = Mine(model.parameters())
+    assert not any(there(model))
+    train(model, optimizer, 3, first=3)
+    assert not any(there(model))
+
+
+def test_an_allocation_of_ours_that_was_made_again_does_not_empty_the_device(folder, late, monkeypatch):
+    model = built(folder)
+    optimizer = AdamW(model.parameters(), **SETTINGS)
+    train(model, optimizer, 3)
+    empty, fails = torch.empty, [True]
+
+    def once(*args, **more):
+        if fails and more.get("device", "cpu") != "cpu":
+            fails.clear()
+            late.failed += 1
+            raise torch.OutOfMemoryError("no memory")
+        return empty(*args, **more)
+
+    with monkeypatch.context() as context:
+        context.setattr(torch, "empty", once)
+        with gathered(model[0]):
+            assert sum(there(model)) == 1
+    train(model, optimizer, 9, first=3)
+    assert all(there(model))
+
+
+def test_gradients_that_start_at_zero_stay_on_the_device(folder, late):
+    model = built(folder)
+    optimizer = AdamW(model.parameters(), **SETTINGS)
+    seen = []
+    for step in range(6):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        seen.append(stats(model))
+    assert all(there(model))
+    last = seen[-1].since(seen[2])
+    assert (last.uploaded_nbytes, last.downloaded_nbytes) == (0, 0)
+
+
+def test_intermediate_values_leave_with_the_last_record(folder, late):
+    model = built(folder)
+    optimizer = AdamW(model.parameters(), **SETTINGS)
+    train(model, optimizer, 3)
+    assert all(there(model))
+    engine = engine_of_model(model)
+    store = engine.units[0].record.home("hi")[0].store
+    assert store.held_nbytes > 4 * RECORD
+    while engine.pins.one_record_leaves():
+        pass
+    assert store.held_nbytes == 0
+
+
+def test_the_default_device_of_torch_is_not_where_memory_of_the_host_comes_from(folder, late):
+    model = built(folder)
+    optimizer = AdamW(model.parameters(), **SETTINGS)
+    x = torch.ones(3, WIDTH, dtype=torch.bfloat16)
+    with torch.device("meta"):  # where nothing has an address
+        for step in range(4):
+            model(x).float().square().mean().backward()
+            if step == 3:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        tensors = [*model.state_dict().values(), optimizer.state[model[0].weight]["exp_avg"]]
+        tensors += [one for values in state(model, optimizer) for one in values]
+    assert all(there(model))
+    assert all(one.device.type == "cpu" and one.abs().sum() > 0 for one in tensors)
