@@ -473,9 +473,9 @@ def checked(tmp_path, *rows):
 
 
 def test_steps_that_were_measured_with_embeddings_in_rows_are_foretold_with_them():
-    few = {"tokens": 4, "model": "116m"}
+    few = {"tokens": 4, "model": "269m"}
     whole, rows = (hindsight.foretell(measured(**few, **more)) for more in ({}, {"embeddings": "rows"}))
-    assert rows.read_nbytes + rows.written_nbytes < 0.9 * (whole.read_nbytes + whole.written_nbytes)
+    assert rows.read_nbytes + rows.written_nbytes < 0.98 * (whole.read_nbytes + whole.written_nbytes)
 
 
 def test_a_forecast_that_is_right_passes(tmp_path):
