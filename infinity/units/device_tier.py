@@ -148,7 +148,7 @@ class DeviceTier:
             self._residency.evict(unit)
             jobs += [(unit, self._move(unit, name, extent)) for name, extent in extents.items()]
         self._await(jobs)
-        self.release_scratch()
+        self._release_scratch()
 
     def _living_nbytes(self, records: Collection[Unit]) -> int:
         """Return the bytes that these records take there, with what belongs to them, and all lodged units."""
@@ -196,6 +196,7 @@ class DeviceTier:
             names = [name for name in unit.record.fields if unit.record.in_device(name)]
             jobs += [(unit, self._move(unit, name, place(unit, name))) for name in names]
         self._await(jobs)
+        self._release_scratch()
 
     def _move(self, unit: Unit, name: str, extent: Extent) -> LeavePass:
         job = LeavePass(unit.record, name, extent, unit.record.tile_numel)
@@ -229,7 +230,7 @@ class DeviceTier:
         )
         self._closed = True
 
-    def release_scratch(self) -> None:
+    def _release_scratch(self) -> None:
         """Give the memory for intermediate values back, if no record is there any more."""
         if self._records is not None and not any(
             one.record.nbytes("device") for one in self._residency.units

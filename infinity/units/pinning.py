@@ -141,7 +141,6 @@ class Pins:
         if moves:  # those that were in use when it was decided
             placed = set(records)
             self._tier.lower([unit for unit in self._units if unit not in placed], self._allocate_below)
-            self._tier.release_scratch()
         self._tier.lodge([unit for unit in there if unit not in set(records)], records, moves=moves)
         if self._nvme is self._host:  # the way back is kept free
             for unit in below:
@@ -296,7 +295,6 @@ class Pins:
         placed = {key: tier for key, tier in self._placement.items() if key[0] not in gone}
         self._placement = MappingProxyType(placed)
         self._tier.lower(units, self._allocate_below)
-        self._tier.release_scratch()
 
     def records_leave_for_good(self) -> None:
         """Take all records off the device: an optimizer without a step for it has come."""
