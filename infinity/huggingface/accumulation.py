@@ -28,6 +28,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from infinity import tiling
 from infinity.engine.engine import engine_of
 from infinity.errors import UnsupportedError
+from infinity.huggingface.held_logits import HeldLogits
 
 logger = logging.getLogger("infinity")
 
@@ -45,35 +46,43 @@ def accumulate_by_block(
 
     model: a causal language model of transformers, or PEFT's over one, on one rank. Its forward is called
     with `labels`, and only the sum of a step's losses has a meaning: those of all micro-batches but the last
-    are 0, without logits. A loop that weights losses one by one, or looks at logits, cannot use this. Each
-    block is recomputed in the backward; gradient checkpointing, which does the same, is switched off.
+    are 0. A loop that weights losses one by one cannot use this; one that uses logits gets an
+    UnsupportedError. `zero_grad()` of the optimizer or the model forgets the micro-batches that are held, as
+    it does their gradients elsewhere. Forwards with gradients, but without labels or in eval mode, share
+    nothing; the log says so once. Each block is recomputed in the backward; gradient checkpointing, which
+    does the same, is switched off.
     is_last: says in a forward whether it is the step's last; None asks Accelerate. For
     infinity.deepspeed's engines: `accumulate_by_block(engine.module, engine.optimizer,
     engine.is_gradient_accumulation_boundary)`. For the Trainer: TrainerCallback(by_block=True).
 
-    Raises: UnsupportedError for a model whose blocks or whose loss are not known, or one that returns what
-    each layer records.
+    Raises: UnsupportedError for a model whose blocks or whose loss are not known, one that folds heads into
+    the batch (Bloom), PEFT's prefix tuning, or one that returns what each layer records.
     """
-    return HeldBatches(model, optimizer, is_last or _accelerate_steps)
+    return HeldBatches(model, optimizer, is_last or accelerate_steps)
 
 
 class HeldBatches:
     """Replaces a model's forward, on that one instance."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, is_last: Callable[[], bool]
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        is_last: Callable[[], bool],
+        lasts: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Cut the model's blocks and its loss; see accumulate_by_block."""
-        before = model.__dict__.get("forward")
-        if isinstance(before, HeldBatches):  # a training that an error ended
-            before.undo()
-        self._model, self._forward, self._is_last = model, model.forward, is_last
+        """Cut the model's blocks and its loss; see accumulate_by_block. lasts: asked in each forward whether
+        the training still runs; the first answer that is false undoes all.
+        """
+        release(model)  # from a training that an error ended
+        self._model, self._forward, self._is_last, self._lasts = model, model.forward, is_last, lasts
         self._inner = _base_of(model)
-        _check(self._inner)
+        _check(model, self._inner)
         self.__signature__ = inspect.signature(model.forward)  # generate() and the Trainer look at it
         self._names = list(inspect.signature(type(self._inner).forward).parameters)[1:]
         self._held: list[Batch] = []
-        self._said = False
+        self._said: set[str] = set()
+        self._over = False
         self._cache = getattr(self._inner.config, "use_cache", None)
         self._checkpointed = [one for one in model.modules() if getattr(one, "gradient_checkpointing", False)]
         for module in self._checkpointed:
@@ -82,6 +91,7 @@ class HeldBatches:
         inner: Any = getattr(optimizer, "optimizer", optimizer)  # inside the wrapper of Accelerate
         self._optimizer = inner
         self._hook = inner.register_step_pre_hook(self._before_step)
+        self._zeroed = [_Zeroed(one, self._held) for one in (model, inner)]
         try:
             self._cut_into(1)
             tiling.tile_loss_(self._inner)
@@ -91,8 +101,13 @@ class HeldBatches:
         model.forward = self
 
     def undo(self) -> None:
-        """Give the model back as it was."""
+        """Give the model back as it was; a second call does nothing."""
+        if self._over:
+            return
+        self._over = True
         self._hook.remove()
+        for one in self._zeroed:
+            one.undo()
         if self._model.__dict__.get("forward") is self:
             self._model.forward = self._forward
         tiling.untile_(tiling.untile_loss_(self._inner))
@@ -103,33 +118,73 @@ class HeldBatches:
         self._held.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the step's loss for its last micro-batch, and 0 for the others."""
+        """Return the step's loss for its last micro-batch, and 0 for the others.
+
+        Raises: UnsupportedError for arguments that ask for what each layer records.
+        """
+        if not self._lasts():
+            self.undo()
         batch = dict(zip(self._names, args, strict=False)) | kwargs
-        if not (self._model.training and torch.is_grad_enabled()) or batch.get("labels") is None:
+        if self._over or not self._holds(batch):
             return self._forward(*args, **kwargs)
+        _check_recorded(type(self._inner).__name__, batch.get, "arguments of its forward")
+        if batch.get("use_cache"):
+            batch["use_cache"] = False  # a cache serves later forwards alone, and a step has none
         # Copies: a loop may fill one buffer again and again.
         self._held.append({name: _copy(value) for name, value in batch.items()})
         if not self._is_last():
             nothing = torch.zeros((), device=batch["labels"].device, requires_grad=True)
-            return CausalLMOutput(loss=nothing.clone())  # loops scale it in place
-        held, self._held = self._held, []
+            return _output(nothing.clone(), batch)  # loops scale it in place
+        held = list(self._held)
+        try:
+            output = self._together(held)
+        except BaseException:
+            # What is held stays; its gradients are not there, and a step that would leave it out is refused.
+            self._held[:] = [] if self._over else held[:-1]
+            raise
+        self._held.clear()
+        return output
+
+    def _holds(self, batch: Batch) -> bool:
+        """Whether a forward is a micro-batch of a step; says once why one with gradients is none."""
+        if not torch.is_grad_enabled():
+            return False
+        if not self._model.training:
+            self._say(
+                0, "the model is called in eval mode, which by_block leaves as it is. Call model.train()"
+            )
+            return False
+        if batch.get("labels") is None:
+            self._say(
+                0,
+                "the model is called without labels, so that its loss is made elsewhere, of logits. Pass "
+                "labels, and use the loss that the model returns, or leave by_block out",
+            )
+            return False
+        return True
+
+    def _together(self, held: list[Batch]) -> Any:
+        """Run the micro-batches of a step in one forward, or, where there is none, one after the other."""
         self._cut_into(len(held[0]["labels"]))
         merged = together(held)
         if merged is not None:
             try:
-                return self._forward(**merged)
+                output = self._forward(**merged)
             except tiling.LogitsUsedError as error:
                 self.undo()
                 if getattr(self._optimizer, "update", None) == "backward":
                     raise
                 self._say(len(held), str(error))
+            else:
+                return output if len(held) == 1 else _output(output[0], merged)
         else:
             self._say(
                 len(held),
                 f"their arguments {sorted(held[0])} differ in more than in length, or each loss is the mean "
                 "over another number of labels. Give the model batches of equal shape, or num_items_in_batch",
             )
-        return CausalLMOutput(loss=sum(self._forward(**one).loss for one in held))
+        losses = [self._forward(**one)[0] for one in held]
+        return _output(sum(losses), held[-1])
 
     def _cut_into(self, micro_batch: int) -> None:
         if micro_batch != self._micro_batch:
@@ -137,9 +192,10 @@ class HeldBatches:
             self._micro_batch = micro_batch
 
     def _say(self, count: int, why: str) -> None:
-        if not self._said:
-            self._said = True
-            logger.warning("the %d micro-batches of a step fetch the weights once each: %s", count, why)
+        if why not in self._said:
+            self._said.add(why)
+            number = f"{count} " if count else ""
+            logger.warning("the %smicro-batches of a step fetch the weights once each: %s", number, why)
 
     def _before_step(self, *_: Any) -> None:
         """Raises: UnsupportedError where the optimizer would leave held micro-batches out."""
@@ -151,25 +207,88 @@ class HeldBatches:
             )
 
 
-def _check(model: Any) -> None:
-    config, ranks = model.config, _ranks_of(model)
+class _Zeroed:
+    """Replaces the zero_grad of a model or an optimizer: what is held goes with the gradients."""
+
+    def __init__(self, owner: Any, held: list[Batch]) -> None:
+        self._owner, self._held = owner, held
+        self._before = owner.__dict__.get("zero_grad")
+        self._zero_grad = owner.zero_grad
+        owner.zero_grad = self
+
+    def undo(self) -> None:
+        """Give the owner its own back, unless another one took the place of this."""
+        if self._owner.__dict__.get("zero_grad") is not self:
+            return
+        del self._owner.zero_grad
+        if self._before is not None:
+            self._owner.zero_grad = self._before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Forget the micro-batches that are held, and the gradients."""
+        self._held.clear()
+        self._zero_grad(*args, **kwargs)
+
+
+def release(model: nn.Module) -> None:
+    """Undo accumulate_by_block on a model, where it is in force."""
+    before = model.__dict__.get("forward")
+    if isinstance(before, HeldBatches):
+        before.undo()
+
+
+def _output(loss: Any, batch: Batch) -> Any:
+    """Return a loss as the model's forward does, with logits that cannot be used."""
+    output = CausalLMOutput(loss=loss, logits=HeldLogits())  # type: ignore[arg-type]
+    return output.to_tuple() if batch.get("return_dict") is False else output
+
+
+_FOLDED = ("bloom",)
+"""Types of models whose blocks are given a table with one row for each head of each sequence."""
+_CACHED = ("PREFIX_TUNING", "CARTRIDGE", "CPT")
+"""PEFT's methods that give the model a cache, or a loss of their own made of logits."""
+
+
+def _check(model: Any, base: Any) -> None:
+    """model: what is trained; base: the model of transformers in it, or the same.
+
+    Raises: UnsupportedError.
+    """
+    config, ranks, kind = base.config, _ranks_of(base), type(base).__name__
     if ranks > 1:
         raise UnsupportedError(
             f"{ranks} ranks: micro-batches share a fetch on one rank alone, since each rank would decide by "
             "its own batches whether they can. Let each micro-batch fetch the weights"
         )
     text = getattr(config, "get_text_config", lambda: config)()
-    source = inspect.getsource(inspect.unwrap(type(model).forward))
+    source = inspect.getsource(inspect.unwrap(type(base).forward))
     if config.is_encoder_decoder or text is not config or "self.loss_function(" not in source:
         raise UnsupportedError(
-            f"{type(model).__name__} is no plain causal language model, whose loss is transformers' "
+            f"{kind} is no plain causal language model, whose loss is transformers' "
             "loss_function: its micro-batches cannot share one fetch"
         )
+    if config.model_type in _FOLDED:
+        raise UnsupportedError(
+            f"{kind} gives its blocks an alibi table with a row for each head of each sequence, which cannot "
+            "be cut by sequences: its micro-batches cannot share one fetch. Let each fetch the weights"
+        )
+    peft = getattr(model, "active_peft_config", None)
+    method = getattr(getattr(peft, "peft_type", None), "value", None)
+    if method in _CACHED:
+        raise UnsupportedError(
+            f"PEFT's {method} gives the model a cache, or makes a loss of its logits, and micro-batches "
+            "that share one fetch have neither. Use LoRA or prompt tuning, or let each fetch the weights"
+        )
+    _check_recorded(kind, lambda name: getattr(config, name, False), "its config")
+
+
+def _check_recorded(kind: str, given: Callable[[str], Any], where: str) -> None:
+    """Raises: UnsupportedError where what each layer records is asked for."""
     for name in ("output_router_logits", "output_attentions", "output_hidden_states"):
-        if getattr(config, name, False):
+        if given(name):
             raise UnsupportedError(
-                f"{type(model).__name__} with {name}=True: what each layer returns for a micro-batch cannot "
-                f"be put together. Set config.{name} = False, or let each micro-batch fetch the weights"
+                f"{kind} with {name}=True in {where}: what each layer returns for a micro-batch cannot "
+                f"be put together. Set it to False, or let each micro-batch fetch the weights"
             )
 
 
@@ -188,7 +307,7 @@ def _base_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _accelerate_steps() -> bool:
+def accelerate_steps() -> bool:
     """Whether a step of the optimizer follows, by Accelerate's word."""
     from accelerate.state import GradientState
 

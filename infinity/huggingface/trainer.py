@@ -24,7 +24,8 @@ from infinity.checkpoint.save_load import load, read_manifest, save
 from infinity.engine.engine import engine_of, engine_of_model
 from infinity.engine.stats import Stats, stats
 from infinity.errors import UnsupportedError
-from infinity.huggingface.accumulation import HeldBatches, accumulate_by_block
+from infinity.huggingface.accumulation import HeldBatches, accelerate_steps, release
+from infinity.huggingface.running_trainer import running_trainer
 from infinity.huggingface.trainer_setup import FOLDER, check_output, save_streamed, saving, settle_in
 from infinity.optim.base import OffloadedOptimizer
 from infinity.sizes import format_size
@@ -49,8 +50,9 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         )
 
     by_block: the micro-batches of gradient_accumulation_steps share one fetch of the weights; see
-    infinity.huggingface.accumulate_by_block. Not for a Trainer whose compute_loss looks at the logits, or
-    weights the losses of micro-batches one by one, as TRL's SFTTrainer does.
+    infinity.huggingface.accumulate_by_block. Not for a Trainer whose compute_loss uses the logits, as TRL's
+    SFTTrainer does (an UnsupportedError), or weights the losses of micro-batches one by one. After an error
+    in `train` the next forward outside of it finds the model as it was.
 
     Adds to the logs infinity_nvme_read_gb, infinity_nvme_written_gb, infinity_stall_s and infinity_misses
     since the previous log, and the current infinity_host_gb.
@@ -173,24 +175,35 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the optimizer's full state_dict, and the model's forward."""
         self._restore_state_dict(kwargs["model"])
+        self._let_go(kwargs["model"])
+
+    # Accumulation
+
+    def _let_go(self, model: nn.Module) -> None:
+        """Undo what shares a fetch, also where an error ended the training before."""
+        release(model)
         if self._together is not None:
             self._together.undo()
             self._together = None
 
-    # Accumulation
-
     def _accumulate(self, model: nn.Module, optimizer: Any, args: Any) -> None:
         """Let the micro-batches of a step share one fetch of the weights, or say what they cost."""
-        steps, engine = args.gradient_accumulation_steps, engine_of_model(model)
+        self._let_go(model)
+        steps, engine, trainer = args.gradient_accumulation_steps, engine_of_model(model), running_trainer()
         if steps == 1:
             return
         if self.by_block:
-            if args.label_smoothing_factor:
-                raise UnsupportedError(
-                    "TrainerCallback(by_block=True) with label_smoothing_factor: the Trainer makes that loss "
-                    "of each micro-batch's logits; leave one out"
-                )
-            self._together = accumulate_by_block(model, optimizer)
+            for name, wanted in (
+                ("label_smoothing_factor", args.label_smoothing_factor),
+                ("compute_loss_func", getattr(trainer, "compute_loss_func", None)),
+            ):
+                if wanted:
+                    raise UnsupportedError(
+                        f"TrainerCallback(by_block=True) with {name}: the Trainer makes that loss of each "
+                        "micro-batch's logits; leave one out"
+                    )
+            lasts = (lambda: True) if trainer is None else (lambda: running_trainer() is not None)
+            self._together = HeldBatches(model, optimizer, accelerate_steps, lasts)
             return
         again = 2 * (steps - 1) * sum(one.nbytes for unit in engine.units for one in unit.parameters)
         logger.info(

@@ -5,6 +5,7 @@ the engine counts them, and transformers' own loss of each micro-batch.
 import inspect
 import logging
 
+import peft
 import pytest
 import torch
 import transformers
@@ -24,7 +25,7 @@ pytestmark = [
     pytest.mark.usefixtures("repeatable"),
     pytest.mark.filterwarnings(
         "ignore:.*pin_memory.*:UserWarning",
-        "ignore:`gradient_checkpointing.*` is deprecated:FutureWarning",
+        "ignore:`(is_)?gradient_checkpointing.*` is deprecated:FutureWarning",
         "ignore:.*use_reentrant.*",
         "ignore:None of the inputs have requires_grad",
         "ignore:.*lr_scheduler.step.*:UserWarning",
@@ -55,8 +56,7 @@ def moved(now):
     return now.nvme_read_nbytes + now.nvme_written_nbytes
 
 
-def trained(folder, callback, rows=ROWS, **options):
-    """Train by the Trainer; return what it logged, the bytes that moved, and the weights."""
+def trainer_of(folder, callback, rows=ROWS, kind=transformers.Trainer, extra=None, **options):
     options = {"gradient_accumulation_steps": 4, "gradient_checkpointing": True, **options}
     model = build(folder)
     args = transformers.TrainingArguments(
@@ -71,14 +71,21 @@ def trained(folder, callback, rows=ROWS, **options):
         seed=5,
         **options,
     )
-    trainer = transformers.Trainer(
+    return kind(
         model=model,
         args=args,
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
         eval_dataset=[{"input_ids": row, "labels": row} for row in models.batch(1, rows=2)],
         optimizer_cls_and_kwargs=(infinity.AdamW, {"lr": 1e-2}),
         callbacks=[callback],
+        **(extra or {}),
     )
+
+
+def trained(folder, callback, **options):
+    """Train by the Trainer; return what it logged, the bytes that moved, and the weights."""
+    trainer = trainer_of(folder, callback, **options)
+    model = trainer.model
     before = infinity.stats(model)
     trainer.train()
     nbytes = moved(infinity.stats(model).since(before))
@@ -280,3 +287,151 @@ def test_a_buffer_that_a_loop_fills_again_is_held_as_it_was(folder):
         last.append(True)
         losses.append(model(input_ids=other, labels=other, num_items_in_batch=24).loss.item())
     assert losses[0] == losses[1]
+
+
+# What ends or empties a step
+
+
+class StoppedError(Exception):
+    """Ends a training in the middle of a step."""
+
+
+class Stopped(transformers.Trainer):
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        raise StoppedError(str(loss))
+
+
+def test_a_model_is_itself_again_after_an_error_in_the_trainers_train(folder):
+    trainer = trainer_of(folder, TrainerCallback(by_block=True), kind=Stopped)
+    model = trainer.model
+    with pytest.raises(StoppedError):
+        trainer.train()
+    output = model.train()(**rows_of(7)[0])
+    assert output.loss > 1
+    assert output.logits.shape == (2, 7, 64)
+    assert any(is_checkpointed(one) for one in model.modules())
+    assert "zero_grad" not in vars(model)
+
+
+@pytest.mark.parametrize("of_model", [False, True])
+def test_zero_grad_forgets_the_micro_batches_that_are_held(folder, of_model):
+    first, second, third = ({**one, "num_items_in_batch": 20} for one in rows_of(7, 7, 7))
+    losses = []
+    for batches in ([first, second, third], [second, third]):
+        model = build(folder, dtype="fp32").train()
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+        last = []
+        held = accumulate_by_block(model, optimizer, lambda last=last: bool(last))
+        for batch in batches:
+            if batch is third:
+                last.append(True)
+            loss = model(**batch).loss
+            if batch is first:
+                (model if of_model else optimizer).zero_grad()
+        losses.append(loss.item())
+        held.undo()
+        assert "zero_grad" not in vars(model) | vars(optimizer)
+    assert losses[0] == losses[1] > 0
+
+
+def test_an_error_in_a_steps_last_forward_leaves_the_others_held(folder):
+    model = build(folder).train()
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    last = []
+    accumulate_by_block(model, optimizer, lambda: bool(last))
+    first, bad = rows_of(7, 7)
+    model(**first)
+    last.append(True)
+    with pytest.raises(IndexError):
+        model(**{**bad, "input_ids": bad["input_ids"] + 999})
+    with pytest.raises(UnsupportedError, match="while 1 micro-batches are held"):
+        optimizer.step()
+
+
+# What cannot share a fetch is refused by name, or said
+
+
+def test_models_that_cannot_be_cut_by_sequences_are_refused():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "n_layer": 1, "n_head": 4}
+    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(**sizes))
+    with pytest.raises(UnsupportedError, match="BloomForCausalLM gives its blocks an alibi table"):
+        accumulate_by_block(bloom, torch.optim.SGD(bloom.parameters()))
+    prefixes = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(models.MODELS["llama"](), prefixes)
+    with pytest.raises(UnsupportedError, match="PEFT's PREFIX_TUNING gives the model a cache"):
+        accumulate_by_block(model, torch.optim.SGD(model.parameters()))
+
+
+def held_twice(model, **more):
+    """Run a step of two micro-batches; return the loss of the last."""
+    model.train()
+    rest = [False, True]
+    accumulate_by_block(model, torch.optim.SGD(model.parameters(), lr=0.0), lambda: rest.pop(0))
+    first, second = rows_of(7, 7)
+    model(**first, **more)
+    return model(**second, **more)
+
+
+def test_arguments_that_ask_for_what_layers_record_are_refused_before_anything_is_held():
+    with pytest.raises(UnsupportedError, match="output_router_logits=True in arguments of its forward"):
+        held_twice(models.MODELS["mixtral"](), output_router_logits=True)
+
+
+def test_a_step_needs_no_cache_that_its_arguments_ask_for():
+    losses = []
+    for more in ({}, {"use_cache": True}):
+        torch.manual_seed(0)
+        losses.append(held_twice(models.MODELS["llama"](), **more).loss)
+    assert losses[0] == losses[1] > 0
+
+
+def test_outputs_are_tuples_where_they_are_asked_for():
+    loss, _ = held_twice(models.MODELS["llama"](), return_dict=False)
+    assert loss > 0
+
+
+def test_the_trainers_compute_loss_func_is_refused(folder):
+    trainer = trainer_of(
+        folder, TrainerCallback(by_block=True), extra={"compute_loss_func": lambda *_, **__: None}
+    )
+    with pytest.raises(UnsupportedError, match=r"by_block=True\) with compute_loss_func"):
+        trainer.train()
+
+
+def test_forwards_that_share_no_fetch_are_said_once(caplog):
+    model = models.MODELS["llama"]().train()
+    accumulate_by_block(model, torch.optim.SGD(model.parameters(), lr=0.0), lambda: False)
+    batch = rows_of(7)[0]
+    with caplog.at_level(logging.WARNING, "infinity"):
+        with torch.no_grad():
+            model(batch["input_ids"])
+        assert not caplog.records
+        for _ in range(2):
+            model.train()(batch["input_ids"])
+            model.eval()(**batch)
+    assert [one.getMessage().split(": ")[1].split(",")[0] for one in caplog.records] == [
+        "the model is called without labels",
+        "the model is called in eval mode",
+    ]
+
+
+class OfLogits(transformers.Trainer):
+    def compute_loss(self, model, inputs, **_):
+        return model(**inputs).logits.float().mean()
+
+
+def test_a_loss_made_of_logits_is_refused_by_name(folder):
+    trainer = trainer_of(folder, TrainerCallback(by_block=True), kind=OfLogits)
+    with pytest.raises(UnsupportedError, match=r"\.float of the logits .* TrainerCallback\(by_block=True\)"):
+        trainer.train()
+    logits = held_twice(models.MODELS["llama"]()).logits
+    for use in (
+        lambda: torch.nn.functional.log_softmax(logits, -1),
+        lambda: logits[:, :-1],
+        lambda: 2 * logits,
+        lambda: logits.shape,
+    ):
+        with pytest.raises(UnsupportedError, match="of the logits of a micro-batch"):
+            use()
+    assert not hasattr(logits, "dtype")  # what casts outputs leaves it alone

@@ -1,0 +1,25 @@
+"""Which Trainer trains now, as the stack of callers says.
+
+A Trainer does not give itself to its callbacks, and an error that ends `trainer.train()` is no event of
+theirs. What lasts as long as a training therefore asks, when it is used, whether `train` is still among its
+callers.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+import transformers
+
+
+def running_trainer() -> transformers.Trainer | None:
+    """Return the Trainer whose `train` is among the callers of this function, the innermost; else None."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "train":
+            found = frame.f_locals.get("self")
+            if isinstance(found, transformers.Trainer):
+                return found
+        frame = frame.f_back
+    return None
