@@ -148,6 +148,7 @@ def write_model(
     whole.check(inventory.engine)
     saved = {unit: whole if dtype else _saved(unit.flat.dtype) for _, unit in inventory.units()}
     ranks = inventory.engine.ranks
+    inventory.engine.exchange.say_approximated(f"files of weights in {folder}")
     specs, all_names = _specs_of_model(model, inventory, saved)
     apart = frozenset(others.names) if others is not None else frozenset()
     names = {name: of_file for name, of_file in all_names.items() if name not in apart}

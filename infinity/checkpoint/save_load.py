@@ -91,6 +91,7 @@ def save(
     """
     inventory = Inventory(model, optimizer)
     ranks = inventory.engine.ranks
+    inventory.engine.exchange.say_approximated(f"a checkpoint in {folder}")
     kept: dict[str, torch.Tensor] = {}
     of_rank = f"extra.{ranks.rank}." if ranks.rank else "extra."
 

@@ -114,7 +114,7 @@ class Engine:
         self.parameters = Parameters(self.lane, self.residency, self.partition, self.durable, self.store)
         self.checkpoint_store: CheckpointStore | None = None
         """The files that weights are read from where they lie; None where there are none."""
-        self.exchange = Exchange(self.parameters)
+        self.exchange = Exchange(self.parameters, config.frozen_dtype)
         self.outgoing_share = OutgoingShare(self.device, self.timeline)
         self.gradients = self._open_gradients(spill_store)
         self.boundaries = self._open_boundaries()

@@ -52,6 +52,11 @@ class Parameters:
         """Keep the parameters of a unit of a finished model."""
         self._places |= {id(parameter): (unit, index) for index, parameter in enumerate(unit.parameters)}
 
+    def packed_count(self) -> int:
+        """Return the number of units whose weights are packed in fewer bits."""
+        units = {unit for unit, _ in self._places.values()}
+        return sum(unit.record.packed_nbytes is not None for unit in units)
+
     def keeps(self, parameter: nn.Parameter) -> bool:
         """Whether `parameter` is in a finished model of the engine."""
         return id(parameter) in self._places

@@ -8,6 +8,7 @@ mean.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -19,13 +20,15 @@ from infinity.engine.parameters import Parameters
 from infinity.errors import UnsupportedError
 from infinity.ranks.machine_memory import check_available
 
+logger = logging.getLogger("infinity")
+
 
 class Exchange:
     """Answers what state_dict and load_state_dict ask of one engine's released parameters."""
 
-    def __init__(self, parameters: Parameters) -> None:
-        """Read and write `parameters`."""
-        self._parameters = parameters
+    def __init__(self, parameters: Parameters, frozen_dtype: str | None = None) -> None:
+        """Read and write `parameters`. frozen_dtype: what Init quantised frozen weights to; None for none."""
+        self._parameters, self._frozen_dtype = parameters, frozen_dtype
         self._module: weakref.ref[nn.Module] | None = None
         self._depth = 0
         self._copies: dict[int, torch.Tensor] = {}
@@ -58,8 +61,25 @@ class Exchange:
         module.register_load_state_dict_pre_hook(before_load)
         module.register_load_state_dict_post_hook(after_load)
 
+    def say_approximated(self, what: str) -> None:
+        """Warn, once, where `what` takes weights that frozen_dtype made approximations of."""
+        count = self._parameters.packed_count() if self._frozen_dtype is not None else 0
+        if count:
+            logger.warning(
+                "%s: the weights of %d layers are approximations in %s (frozen_dtype), and so is what is "
+                "taken of them. To merge adapters, save them, and merge them into the 16-bit checkpoint: "
+                "`infinity merge BASE ADAPTER FOLDER`, or infinity.save_merged of a model that was loaded "
+                "without frozen_dtype",
+                what,
+                count,
+                self._frozen_dtype,
+            )
+            self._frozen_dtype = None
+
     def _begin(self, module: nn.Module) -> None:
         if not self._depth:
+            if not hasattr(module, "peft_config"):  # whose save_pretrained takes the adapters alone of it
+                self.say_approximated("state_dict, as in model.save_pretrained")
             self._copies = {}
             needed = sum(one.numel() * one.element_size() for one in module.parameters())
             cure = "Take the state_dict of one submodule at a time."

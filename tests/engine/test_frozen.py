@@ -164,3 +164,20 @@ def test_what_is_frozen_while_the_model_is_built_is_quantised_as_what_is_loaded_
     for name, found in ours.state_dict().items():
         frozen = name.startswith("model.layers.0.")
         assert torch.equal(found, expected[name] if frozen else plain[name]), name
+
+
+def test_saving_approximations_is_said_once(folder, caplog):
+    saved(folder / "model")
+    ways = {
+        "infinity": infinity.save_pretrained,
+        "checkpoint": lambda ours, path: infinity.save(ours, None, path),
+        "transformers": lambda ours, path: ours.save_pretrained(path),
+    }
+    for name, save in ways.items():
+        caplog.clear()
+        ours = loaded(folder / "model", folder, "nf4")
+        for number in range(2):
+            save(ours, folder / f"{name}{number}")
+        said = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+        assert len([one for one in said if "layers are approximations in nf4" in one]) == 1, name
+        assert "infinity merge BASE ADAPTER FOLDER" in said[0]
