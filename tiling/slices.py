@@ -14,7 +14,7 @@ parameter's dtype.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, MutableSet, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,11 +129,17 @@ def run_in_slices(
     straight: see [Note: straight into the sums] in linears.py.
 
     Raises:
-        ValueError: no argument to cut, or lengths that differ.
+        ValueError: no argument to cut, lengths that differ, or an argument that the module may change.
         RuntimeError: the module changed an input in place (a recomputation would start from the change).
         TypeError: a result that cannot be assembled from slices.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
+    for leaf in leaves:
+        if isinstance(leaf, MutableMapping | MutableSequence | MutableSet):
+            raise ValueError(  # noqa: TRY004 - of a value in it, to the caller
+                f"the module was given a {type(leaf).__name__}, through which modules hand each other values "
+                "(shared keys, for one): slices would take one another's. Leave the model out of tiling."
+            )
     positions = [number for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     tensors = [leaves[number] for number in positions]
     dims = [cut(one) for one in tensors]

@@ -178,6 +178,8 @@ class Figures:
     """The host_memory with which no token reads weights."""
     tile: int = 0
     """Sequences that a layer has computed at a time, at most; 0: whole batches."""
+    chunk: int | None = None
+    """Tokens of a prompt that came at a time, where the budget asked for that."""
 
     def text(self) -> str:
         """Say it in four lines."""
@@ -185,7 +187,9 @@ class Figures:
         lines.append(
             f"{self.sequences:,} prompts of {self.prompt_tokens:,} tokens; {self.tokens:,} tokens in "
             f"{self.seconds:.1f} s: {self.tokens / max(self.seconds, 1e-9):.2f} tokens/s, the first after "
-            f"{self.first_s:.2f} s" + (f"; a layer computed {self.tile} at a time" if self.tile else "")
+            f"{self.first_s:.2f} s"
+            + (f"; a layer computed {self.tile} at a time" if self.tile else "")
+            + (f"; prompts came in chunks of {self.chunk} tokens" if self.chunk else "")
         )
         if self.done is None:
             return lines[0]
@@ -241,18 +245,25 @@ def _tile(model: Any, prompts: Sequence[Prompt], options: argparse.Namespace, fi
     """Have layers compute as many sequences at a time as asked, or as _TILE_SHARE of the budget holds; set
     options.prefill where it does not hold one.
     """
-    from infinity.huggingface.batch_tiles import tile_generation_, widths_of
+    from infinity.huggingface.batch_tiles import tile_generation_, tile_where_possible_, widths_of
 
-    widths, limit = widths_of(model), engine_of_model(model).budget.total_nbytes // _TILE_SHARE
+    batch = min(options.batch, len(prompts))
+    if options.tile is not None and options.tile < batch:
+        tile_generation_(model, sequences=options.tile)
+        figures.tile = options.tile
+    try:
+        widths = widths_of(model)
+    except (AttributeError, ValueError):  # of an architecture whose blocks are not known
+        return
+    limit = engine_of_model(model).budget.total_nbytes // _TILE_SHARE
     prompt = max(len(one.ids) for one in prompts)
-    tokens, batch = prompt + options.max_new_tokens, min(options.batch, len(prompts))
     if options.prefill is None:
-        options.prefill = widths.chunk(prompt, tokens, limit)
-    at_once = min(prompt, options.prefill or prompt)
-    tile = options.tile or widths.sequences(batch, at_once, tokens, limit)
-    if tile < batch:
-        tile_generation_(model, sequences=tile)
-        figures.tile = tile
+        figures.chunk = options.prefill = widths.chunk(prompt, limit)
+    if options.tile is None:
+        at_once, tokens = min(prompt, options.prefill or prompt), prompt + options.max_new_tokens
+        tile = widths.sequences(batch, at_once, tokens, limit)
+        if tile < batch and tile_where_possible_(model, tile):
+            figures.tile = tile
 
 
 def _answer(

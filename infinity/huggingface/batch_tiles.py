@@ -12,7 +12,8 @@ its tile alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from transformers.cache_utils import (
     DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
 )
 
 from infinity.errors import UnsupportedError
@@ -31,6 +33,11 @@ from infinity.huggingface.kv_cache import StoredLayer, in_a_ring
 from infinity.planning.generation import LayerWidths
 from infinity.tiling.batch import blocks_and_norms
 from infinity.tiling.sliced import InSlices
+
+logger = logging.getLogger("infinity")
+
+_PLAIN = (torch.Tensor, Cache, bool, int, float, str, torch.dtype, torch.device, type(None))
+"""Types of arguments that one tile cannot change for the next one; Caches are cut."""
 
 
 def tile_generation_(
@@ -57,16 +64,47 @@ def tile_generation_(
     Raises:
         ValueError: fewer than one sequence; no block found; a block inside another one.
         UnsupportedError: when generating, for a cache that cannot be cut by sequences, and for beams of
-            which one tile would have to see another.
+            which one tile would have to see another; for arguments of blocks that cannot be cut.
     """
+    return _tile(model, sequences, blocks, SequenceTiles)
+
+
+def tile_where_possible_(model: nn.Module, sequences: int) -> list[str]:
+    """Do as `tile_generation_`, but where arguments of blocks cannot be cut, run those whole and say why."""
+    return _tile(model, sequences, None, TilesWherePossible)
+
+
+def _tile(
+    model: nn.Module,
+    sequences: int,
+    blocks: type[nn.Module] | tuple[type[nn.Module], ...] | None,
+    kind: type[SequenceTiles],
+) -> list[str]:
     if sequences < 1:
         raise ValueError(f"sequences={sequences}: expected 1 or more")
     found = blocks_and_norms(model, blocks)
     for module in found.values():
         before = module.__dict__.get("forward", module.forward)
         before = before.forward if isinstance(before, SequenceTiles) else before
-        module.forward = SequenceTiles(module, before, sequences)
+        module.forward = kind(module, before, sequences)
     return list(found)
+
+
+def _why_whole(leaves: Iterable[Any], named: Mapping[str, Any]) -> str | None:
+    """Return why a block's arguments cannot be cut by sequences; None where they can."""
+    for one in leaves:
+        if isinstance(one, EncoderDecoderCache) or not isinstance(one, _PLAIN):
+            return f"a block is given a {type(one).__name__}, which tiles would share or change"
+        if isinstance(one, Cache) and not all(_can_be_cut(layer) for layer in one.layers):
+            kinds = sorted({type(layer).__name__ for layer in one.layers if not _can_be_cut(layer)})
+            return f"a cache's {', '.join(kinds)} cannot be cut by sequences"
+        if isinstance(one, Cache) and not one.layers:
+            return f"a {type(one).__name__} without layers cannot be cut: make it with config=model.config"
+    for name in ("position_bias", "alibi"):
+        bias = named.get(name)
+        if isinstance(bias, torch.Tensor) and bias.dim() == 3:
+            return f"{name} of shape {tuple(bias.shape)} has heads, and no row for each sequence, in front"
+    return None
 
 
 class SequenceTiles(InSlices):
@@ -84,6 +122,9 @@ class SequenceTiles(InSlices):
         batch = tensors[0].shape[0] if tensors and tensors[0].dim() > 1 else 0
         if torch.is_grad_enabled() or batch <= self._sequences:
             return self.forward(*args, **kwargs)
+        why = _why_whole(leaves, kwargs)
+        if why is not None:
+            return self._whole(why, args, kwargs)
         sizes = [min(self._sequences, batch - start) for start in range(0, batch, self._sequences)]
         caches = [one for one in leaves if isinstance(one, Cache)]
         whole = _WholeBatch(batch)
@@ -94,6 +135,13 @@ class SequenceTiles(InSlices):
                 whole.put(self.untiled(*given, **named), start, stop)
         return whole.result()
 
+    def _whole(self, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Refuse arguments that cannot be cut. Raises: UnsupportedError."""
+        raise UnsupportedError(
+            f"tile_generation_: {why}. DynamicCache(config=model.config) and KVCache can be cut, with full "
+            "and with sliding attention; else leave tiles out."
+        )
+
     @property
     def untiled(self) -> Callable[..., Any]:
         """The module's own forward."""
@@ -102,6 +150,21 @@ class SequenceTiles(InSlices):
             forward = forward.forward
         own: Callable[..., Any] = forward
         return own
+
+
+class TilesWherePossible(SequenceTiles):
+    """Runs the block whole where its arguments cannot be cut."""
+
+    def _whole(self, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it whole, and say so once for each reason."""
+        if why not in _SAID:
+            _SAID.add(why)
+            logger.warning("batches of this model run whole, not in tiles: %s", why)
+        return self.forward(*args, **kwargs)
+
+
+_SAID: set[str] = set()
+"""Reasons that were told."""
 
 
 def _cut(leaf: Any, batch: int, start: int, stop: int) -> Any:
@@ -280,10 +343,6 @@ def _tiled(cache: Cache, sizes: list[int]) -> CacheTiles:
                     f"a cache in tiles of {layer.tiles.sizes} sequences cannot be used in tiles of {sizes}"
                 )
             return layer.tiles
-    if not cache.layers:
-        raise UnsupportedError(
-            f"a {type(cache).__name__} without layers cannot be cut: make it with config=model.config"
-        )
     tiles = CacheTiles(sizes)
     cache.layers[:] = [_layer_in_tiles(layer, tiles) for layer in cache.layers]
     parts = [part for layer in cache.layers if isinstance(layer, TiledLayer) for part in layer.parts]
@@ -291,15 +350,14 @@ def _tiled(cache: Cache, sizes: list[int]) -> CacheTiles:
     return tiles
 
 
+def _can_be_cut(layer: Any) -> bool:
+    kinds = (DynamicLayer, DynamicSlidingWindowLayer, StoredLayer, TiledLayer, DummyLayer)
+    return type(layer) in kinds
+
+
 def _layer_in_tiles(layer: Any, tiles: CacheTiles) -> Any:
     if isinstance(layer, DummyLayer):
         return layer
-    kinds = (DynamicLayer, DynamicSlidingWindowLayer, StoredLayer)
-    if type(layer) not in kinds:
-        raise UnsupportedError(
-            f"tile_generation_: a cache's {type(layer).__name__} cannot be cut by sequences. Those of "
-            "DynamicCache and KVCache can, with full and with sliding attention; else leave tiles out."
-        )
     if layer.is_initialized:
         raise UnsupportedError(
             "tile_generation_: the cache holds keys and values of a whole batch already. Begin with a new "

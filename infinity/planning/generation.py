@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LEAST_CHUNK = 256
+"""Tokens: what a pass over the weights has to compute at least to be worth it."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerWidths:
@@ -29,9 +32,9 @@ class LayerWidths:
         """Return how many sequences of a batch fit `limit_nbytes` together; at least 1."""
         return max(1, min(batch, limit_nbytes // self.sequence_nbytes(prompt, tokens)))
 
-    def chunk(self, prompt: int, tokens: int, limit_nbytes: int) -> int | None:
-        """Return the tokens of a prompt that one sequence may bring at a time, at least 1; None for all."""
-        if self.sequence_nbytes(prompt, tokens) <= limit_nbytes:
-            return None
-        left = limit_nbytes - self.sequence_nbytes(0, tokens)
-        return max(1, left // (2 * self.itemsize * self.products))
+    def chunk(self, prompt: int, limit_nbytes: int) -> int | None:
+        """Return the tokens of a prompt that one sequence may bring at a time; None for all. Each chunk is a
+        pass over the weights, so it has LEAST_CHUNK at least; keys and values are there at any chunk.
+        """
+        chunk = max(LEAST_CHUNK, limit_nbytes // (2 * self.itemsize * self.products))
+        return None if chunk >= prompt else chunk

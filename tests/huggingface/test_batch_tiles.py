@@ -4,10 +4,23 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    DynamicCache,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+)
 
 from infinity import AdamW, Init, KVCache, UnsupportedError, stats, tile_generation_
-from infinity.tiling import untile_
+from infinity.huggingface.batch_tiles import tile_where_possible_
+from infinity.tiling import tile_batch_, untile_
 
 pytestmark = pytest.mark.disk
 SIZES = {
@@ -136,3 +149,63 @@ def test_what_cannot_be_cut_is_refused_by_name(folder):
     for change in (lambda: cache.batch_repeat_interleave(2), lambda: cache.batch_select_indices(IDS[0])):
         with pytest.raises(UnsupportedError, match="a cache in tiles cannot"):
             change()
+
+
+def shared_keys():
+    sizes = {**SIZES, "num_hidden_layers": 4, "pad_token_id": 0}
+    kinds = ["sliding_attention", "full_attention"] * 2
+    return Gemma4ForCausalLM(
+        Gemma4TextConfig(
+            **sizes,
+            head_dim=16,
+            global_head_dim=16,
+            num_kv_shared_layers=2,
+            layer_types=kinds,
+            sliding_window=32,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=128,
+        )
+    )
+
+
+def heads_in_front():
+    return MptForCausalLM(MptConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=128, max_seq_len=64))
+
+
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [(shared_keys, "KVSharingDict"), (heads_in_front, r"position_bias of shape \(4, 1, ")],
+)
+def test_what_tiles_would_share_or_cut_wrongly_is_refused_or_runs_whole(folder, caplog, build, why):
+    torch.manual_seed(0)
+    with Init(nvme=folder, host_memory="4MiB"):
+        model = build().eval()
+    with torch.no_grad():
+        expected = model(input_ids=IDS).logits
+        tile_generation_(model, sequences=1)
+        with pytest.raises(UnsupportedError, match=why):
+            model(input_ids=IDS)
+        tile_where_possible_(model, 1)
+        assert torch.equal(model(input_ids=IDS).logits, expected)
+    assert [text for text in caplog.messages if "run whole, not in tiles" in text]
+
+
+def test_tiles_of_training_refuse_what_blocks_hand_each_other():
+    model = shared_keys()
+    tile_batch_(model, 1)
+    with pytest.raises(ValueError, match="KVSharingDict"):
+        model(input_ids=IDS, labels=IDS, use_cache=False)
+
+
+def test_encoder_decoders_are_refused(folder):
+    torch.manual_seed(0)
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    with Init(nvme=folder, host_memory="4MiB"):
+        model = BartForConditionalGeneration(
+            BartConfig(
+                d_model=64, encoder_attention_heads=4, decoder_attention_heads=4, vocab_size=128, **sizes
+            )
+        ).eval()
+    tile_generation_(model, sequences=1)
+    with pytest.raises(UnsupportedError, match="EncoderDecoderCache"):
+        model.generate(IDS, attention_mask=MASK, max_new_tokens=2, do_sample=False)

@@ -16,8 +16,13 @@ def test_as_many_sequences_as_fit_compute_together_and_one_always(limit, sequenc
     assert WIDTHS.sequences(64, 8, 24, limit) == sequences
 
 
-@pytest.mark.parametrize(("limit", "chunk"), [(0, 1), (960 + 3 * 400, 3), (4159, 7), (4160, None)])
-def test_a_prompt_too_long_for_the_limit_comes_in_chunks_that_fit(limit, chunk):
-    assert WIDTHS.chunk(8, 24, limit) == chunk
-    if chunk is not None and chunk > 1:
-        assert WIDTHS.sequence_nbytes(chunk, 24) <= limit
+@pytest.mark.parametrize(
+    ("limit", "chunk"),
+    [(0, 256), (300 * 400, 300), (1000 * 400 - 1, 999), (1000 * 400, None), (1 << 30, None)],
+)
+def test_a_prompt_too_long_for_the_limit_comes_in_chunks_that_are_worth_a_pass(limit, chunk):
+    assert WIDTHS.chunk(1000, limit) == chunk
+
+
+def test_a_prompt_that_one_pass_is_worth_comes_whole():
+    assert WIDTHS.chunk(256, 0) is None
