@@ -29,6 +29,9 @@ from infinity.engine.gathered import gathered
 from infinity.errors import UnsupportedError
 from infinity.tiling import Whole
 
+_MERGE = ("adalora", "ia3", "lora", "oft", "vera")
+"""Packages of PEFT's tuners whose layers merge one by one, and have been compared with merge_and_unload."""
+
 
 def save_merged(
     model: nn.Module,
@@ -119,14 +122,20 @@ def _wrapped(base: nn.Module) -> Iterator[WrappedLayer]:
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
+    from peft.utils.other import AuxiliaryTrainingWrapper
 
     inside: tuple[str, ...] = ()
     for name, module in list(base.named_modules()):
         if name.startswith(inside) or not name:
             continue
         copies = isinstance(module, ModulesToSaveWrapper)
-        if not copies and not isinstance(module, BaseTunerLayer):
+        if not isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             continue
+        if not copies and type(module).__module__.removeprefix("peft.tuners.").split(".")[0] not in _MERGE:
+            raise UnsupportedError(
+                f"{name} ({type(module).__name__}): layers of {', '.join(_MERGE)} and modules_to_save are "
+                "merged here, others are not. In memory, model.merge_and_unload() may do it."
+            )
         inside = (*inside, f"{name}.")
         path, _, place = name.rpartition(".")
         inner = _copy_in(module) if copies else module.get_base_layer()
@@ -206,6 +215,8 @@ def _merged(wrapper: Any, inner: nn.Module) -> dict[str, torch.Tensor]:
         wrapper.base_layer = plain
         try:
             wrapper.merge()
+            if wrapper.base_layer is not plain:
+                raise UnsupportedError(f"{type(wrapper).__name__}: its merge put another layer in its place")
         finally:
             wrapper.base_layer = inner
             wrapper.merged_adapters[:] = already

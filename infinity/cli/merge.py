@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
 
 from infinity.checkpoint.merged import save_merged
 from infinity.config.settings import Config
@@ -35,6 +38,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help=overwrite)
 
 
+def _check_adapter(folder: Path) -> None:
+    """Refuse adapters with trained copies of modules, which PEFT makes of a base inside Init alone.
+
+    Raises: ConfigError.
+    """
+    said = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    for key in ("modules_to_save", "trainable_token_indices"):
+        if said.get(key):
+            raise ConfigError(
+                f"{folder}: {key}={said[key]}: the command merges adapters alone. In a program, load the "
+                "base and the adapters (PeftModel.from_pretrained) inside `with infinity.Init(...):`, and "
+                "call infinity.save_merged(model, folder): it writes modules_to_save as they were trained."
+            )
+
+
+def _type_of(base: Path, said: Any) -> str:
+    """Return the dtype to compute in: the configuration's, or else that of the weights in the files.
+
+    Raises: ConfigError for another one, and for weights of several.
+    """
+    name = str(getattr(said, "dtype", None) or "").removeprefix("torch.")
+    found = {name} if name else _in_files(base)
+    if len(found) != 1 or not found <= _TYPES.keys():
+        raise ConfigError(
+            f"{base}: weights of the types {', '.join(sorted(found)) or '(none found)'}, where one of "
+            f"{', '.join(_TYPES)} is merged in. Name it as dtype in the config.json of the base."
+        )
+    return _TYPES[found.pop()]
+
+
+def _in_files(base: Path) -> set[str]:
+    """Return the names of the floating-point types in a folder's safetensors files."""
+    names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+    found: set[str] = set()
+    for path in sorted(base.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118 - no mapping
+    return {names[one] for one in found & names.keys()}
+
+
 def run(options: argparse.Namespace, console: Console) -> int:
     """Run `infinity merge`; return the exit code."""
     for folder, what in ((options.base, "config.json"), (options.adapter, "adapter_config.json")):
@@ -47,10 +90,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
         raise ConfigError(
             "infinity merge needs transformers and peft: pip install transformers peft"
         ) from error
+    _check_adapter(options.adapter)
     loads: Any = AutoModelForCausalLM
     said: Any = AutoConfig.from_pretrained(options.base, local_files_only=True, trust_remote_code=False)
-    name = str(getattr(said, "dtype", None) or "bfloat16").removeprefix("torch.")
-    config = Config(host_memory=options.host_memory, device="cpu", dtype=_TYPES.get(name, "bf16"))
+    config = Config(host_memory=options.host_memory, device="cpu", dtype=_type_of(options.base, said))
     with console.status(f"Writing {options.folder}"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out")  # of GPT-2's Conv1D: PEFT sets it right
         with Init(config, frozen=True):

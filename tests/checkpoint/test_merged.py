@@ -191,3 +191,24 @@ def test_what_cannot_be_merged_is_refused_by_name_and_nothing_changes(folder):
     assert not (folder / "merged").exists()
     wrapper = ours.base_model.model.model.layers[0].self_attn.q_proj
     assert isinstance(wrapper, peft.tuners.lora.Linear)
+
+
+@pytest.mark.filterwarnings("ignore:Unsupported layer type")  # PEFT's, of LlamaRMSNorm
+@pytest.mark.parametrize(
+    "config",
+    [
+        lambda: peft.LNTuningConfig(target_modules=["input_layernorm"], task_type="CAUSAL_LM"),
+        lambda: peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 5]),
+    ],
+)
+def test_adapters_whose_merge_was_not_compared_are_refused_and_stay(folder, config):
+    path = saved(folder / "base")
+    with infinity.Init(nvme=str(folder), host_memory="4MiB", frozen=True):
+        base = transformers.AutoModelForCausalLM.from_pretrained(path)
+        model = peft.get_peft_model(base, config())
+    before = {key: one.clone() for key, one in model.state_dict().items()}
+    with pytest.raises(infinity.UnsupportedError, match=r"modules_to_save are merged here, others are not"):
+        infinity.save_merged(model, folder / "merged")
+    assert not (folder / "merged").exists()
+    after = model.state_dict()
+    assert [key for key in before if not torch.equal(before[key], after[key])] == []

@@ -1,6 +1,7 @@
 """`infinity merge`. Trusted: PEFT's merge_and_unload and save_pretrained in memory."""
 
 import argparse
+import json
 
 import pytest
 import torch
@@ -65,3 +66,29 @@ def test_a_packed_base_asks_for_a_choice_and_missing_folders_are_named(folder):
     for base, adapter, lacks in (("nowhere", "adapter", "config.json"), ("plain", "plain", "adapter_config")):
         with pytest.raises(ConfigError, match=f"there is no {lacks}"):
             run(folder / base, folder / adapter, folder / "merged")
+
+
+def test_the_type_of_weights_is_that_of_the_files_where_the_configuration_names_none(folder):
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(**quantised.SIZES)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "base")
+    path = folder / "base" / "config.json"
+    said = {key: one for key, one in json.loads(path.read_text()).items() if "dtype" not in key}
+    path.write_text(json.dumps(said))
+    adapters(folder / "base", folder)
+    assert run(folder / "base", folder / "adapter", folder / "merged", "--host-memory", "16MiB") == 0
+    expected, found = (load_file(folder / one / "model.safetensors") for one in ("expected", "merged"))
+    assert differences(expected, dict(sorted(found.items()))) == []
+    path.write_text(json.dumps({**said, "dtype": "float64"}))
+    with pytest.raises(ConfigError, match="of the types float64"):
+        run(folder / "base", folder / "adapter", folder / "other")
+
+
+@pytest.mark.parametrize("key", ["modules_to_save", "trainable_token_indices"])
+def test_adapters_with_trained_copies_are_refused_before_anything_is_read(folder, key):
+    for name in ("base", "adapter"):
+        (folder / name).mkdir()
+    (folder / "base" / "config.json").write_text("{}")
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps({key: [1]}))
+    with pytest.raises(ConfigError, match=f"{key}.*the command merges adapters alone"):
+        run(folder / "base", folder / "adapter", folder / "merged")
