@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from infinity.tiling.sliced import tile_batch as tile_batch
     from infinity.tiling.sliced import tile_sequence as tile_sequence
     from infinity.tiling.sliced import untile_ as untile_
+    from infinity.tiling.slices import takes_slices_back as takes_slices_back
     from infinity.tiling.tile import EmbeddingTile as EmbeddingTile
     from infinity.tiling.tile import Piece as Piece
     from infinity.tiling.tile import Tile as Tile
@@ -89,6 +90,7 @@ _MODULES = {
         "tile_sequence",
         "untile_",
     ),
+    "infinity.tiling.slices": ("takes_slices_back",),
     "infinity.tiling.tile": (
         "EmbeddingTile",
         "Piece",
@@ -123,6 +125,7 @@ __all__ = [
     "stand_in",
     "stand_in_for_stack",
     "stands_in",
+    "takes_slices_back",
     "tile_",
     "tile_batch",
     "tile_batch_",

@@ -236,6 +236,11 @@ class SlicedCall(torch.autograd.Function):
         return None, None, *sums.finished()
 
 
+def takes_slices_back(node: object) -> bool:
+    """Whether a node of autograd's graph is that of a sliced call: its backward recomputes every slice."""
+    return isinstance(node, SlicedCall._backward_cls)  # noqa: SLF001 - torch has no public name for it
+
+
 def _dim(call: Call) -> int:
     return next(dim for dim, cut in zip(call.dims, call.sliced, strict=True) if cut)
 

@@ -16,7 +16,8 @@ started right under p (reentrant).
 [Note: leases]
 A node of the graph may have saved several weights, and unpacks them one by one. So the units that it unpacks
 are leased to it until another node of the same graph task unpacks something, or the task is over. A node that
-starts a backward of its own keeps its lease meanwhile.
+starts a backward of its own keeps its lease meanwhile. So does the node of a call in slices, which recomputes
+one slice after the other: no gradient tells that the last slice is done with a frozen unit.
 
 [Note: all at once]
 Following each module costs as much as computing it, where one token is computed with a small layer. So a
@@ -46,7 +47,7 @@ from infinity.activations.boundaries import Boundaries, Boundary, stands_between
 from infinity.activations.partitioned import BoundaryPart, PartitionedBoundaries
 from infinity.autograd.module_calls import differentiates, refuse, refuse_transform, runs_in_itself
 from infinity.planning.trace import Phase
-from infinity.tiling import Tile, runs_in_slices
+from infinity.tiling import Tile, runs_in_slices, takes_slices_back
 from infinity.units.residency import UnitResidency
 from infinity.units.unit import Unit
 
@@ -69,6 +70,7 @@ class Frame:
     keeps: bool  # the backward needs what a recomputation here saves of the weights
     counts: bool  # each use in it brings a gradient
     slices: bool  # for autograd, all uses within it are one
+    again: bool  # a node recomputes a slice in it, and others will follow
     units: list[Unit] = field(default_factory=list)
 
 
@@ -168,7 +170,8 @@ class Hooks:
         counts = task == -1 and self._counting and (outer is None or (outer.counts and not outer.slices))
         keeps = not isinstance(module, Tile)
         slices = "forward" in module.__dict__ and runs_in_slices(module)
-        frame = Frame(id(module), task, watched, saving, keeps, counts, slices)
+        again = task != -1 and keeps and takes_slices_back(torch._C._current_autograd_node())
+        frame = Frame(id(module), task, watched, saving, keeps, counts, slices, again)
         self._frames.append(frame)
         if task != -1:
             self._note_backward(task)
@@ -216,11 +219,14 @@ class Hooks:
             frame.units.append(unit)
 
     def _hold(self, unit: Unit, frame: Frame) -> None:
+        leased = frame.again and not unit.trainable
+        if leased:
+            self._lend(unit)
         self._residency.hold(unit, Phase.FORWARD if frame.task == -1 else Phase.BACKWARD)
         frame.units.append(unit)
         if frame.counts:
             self._forward_uses[unit] += 1
-        if frame.inputs is not None and not unit.trainable:
+        if frame.inputs is not None and not unit.trainable and not leased:
             self._watch(unit, _differentiable(frame.inputs))
 
     def _packing(self, pack: Any, unpack: Any) -> torch.autograd.graph.saved_tensors_hooks:
@@ -272,7 +278,8 @@ class Hooks:
         self._at_once = self._at_once and bool(self._frames)
 
     def _end_use(self, unit: Unit, frame: Frame, output: Any) -> None:
-        if frame.task != -1 and frame.keeps and torch.is_grad_enabled():
+        leased = frame.again and not unit.trainable
+        if frame.task != -1 and frame.keeps and torch.is_grad_enabled() and not leased:
             self._hold_for_backward(unit, frame.task, output)
         elif len(self._frames) > 1 and self._aliased(unit, output):
             self._frames[-2].units.append(unit)

@@ -17,6 +17,7 @@ import infinity
 import infinity.deepspeed
 import models
 from infinity import UnsupportedError
+from infinity.engine.engine import engine_of_model
 from infinity.huggingface import TrainerCallback, accumulate_by_block
 from infinity.huggingface.accumulation import together
 
@@ -99,6 +100,36 @@ def test_the_trainers_micro_batches_share_one_fetch_and_give_the_gradients_of_ac
     _, least_nbytes, _ = trained(folder / "one", TrainerCallback(), gradient_accumulation_steps=1)
     assert torch.tensor(by_block) == pytest.approx(torch.tensor(apart), rel=2e-3)
     assert nbytes < 1.1 * least_nbytes < 0.5 * many_nbytes
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # PEFT asks
+@pytest.mark.parametrize("inside", [True, False], ids=["adapters in Init", "adapters in memory"])
+def test_a_step_of_four_micro_batches_over_adapters_reads_the_bytes_of_one(folder, inside):
+    config = transformers.LlamaConfig(**models.SIZES | {"hidden_size": 128, "intermediate_size": 256})
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=2)
+
+    def read(micro_batches):
+        torch.manual_seed(0)
+        with infinity.Init(nvme=folder, host_memory="256KiB", frozen=not inside):
+            model = transformers.LlamaForCausalLM(config).requires_grad_(inside)
+            model = peft.get_peft_model(model, lora) if inside else model
+        model = model if inside else peft.get_peft_model(model, lora)
+        trained = [one for one in model.parameters() if one.requires_grad]
+        optimizer = (infinity.AdamW if inside else torch.optim.AdamW)(trained, lr=1e-3)
+        left = [0]
+        accumulate_by_block(model.train(), optimizer, lambda: left[0] == 0)
+        for _ in range(3):
+            engine_of_model(model).lane.drain()
+            before = infinity.stats(model)
+            for left[0] in reversed(range(micro_batches)):
+                model(input_ids=ROWS[:2], labels=ROWS[:2]).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine_of_model(model).lane.drain()
+        return infinity.stats(model).since(before).nvme_read_nbytes
+
+    one, four = read(1), read(4)
+    assert 0 < four <= 1.02 * one
 
 
 def test_a_training_that_an_error_ended_leaves_nothing_to_the_next(folder):

@@ -144,6 +144,31 @@ def test_slices_train_as_in_memory_and_fetch_a_unit_once_for_all_of_them(folder,
     )
 
 
+@pytest.mark.parametrize("sliced", ["batch", "sequence"])
+def test_frozen_weights_stay_until_the_last_slice_is_recomputed(folder, sliced):
+    """Most are frozen, and no gradient says when they are done with; nothing reaches the first block's."""
+
+    def uses(rows):
+        model = models.build("llama", nvme=str(folder), host_memory="1MiB")
+        for name, one in model.named_parameters():
+            one.requires_grad_("layers.1.post_attention_layernorm" in name)
+        if sliced == "batch":
+            tiling.tile_batch_(model, 1)
+        else:
+            model.config.use_cache = False
+            for layer in model.model.layers:
+                tiling.tile_sequence(layer.mlp, rows)
+        ids = models.batch(0, rows=rows, length=8)
+        loss = model(input_ids=ids, labels=ids).loss
+        before = infinity.stats(model)
+        loss.backward()
+        return infinity.stats(model).since(before).uses, engine_of_model(model)
+
+    (one, _), (four, engine) = uses(1), uses(4)
+    assert four == one > 0
+    assert not any(unit.residence.users for unit in engine.units)
+
+
 @pytest.mark.parametrize("memory", ["1MiB", "64MiB"])
 def test_a_gradient_that_is_kept_keeps_no_others_of_its_call_in_slices(memory, folder):
     shape = models.SIZES | {"hidden_size": 256, "intermediate_size": 512}
