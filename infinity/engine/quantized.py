@@ -213,7 +213,7 @@ def _compressed(offer: Offer) -> Any:
     return OfferingCompressed
 
 
-def _check_order(said: Any) -> None:
+def check_order(said: Any) -> None:
     """Refuse weights whose groups of scales are not of consecutive columns: transformers drops their index.
 
     Raises: UnsupportedError.
@@ -222,9 +222,9 @@ def _check_order(said: Any) -> None:
     for name, scheme in (getattr(inner, "config_groups", None) or {}).items():
         weights = getattr(scheme, "weights", None)
         order = getattr(weights, "actorder", None)
-        if order is not None and str(getattr(order, "value", order)) == "group":
+        if order is not None and str(getattr(order, "value", order)) in ("group", "dynamic"):
             raise UnsupportedError(
-                f'{name} of the checkpoint\'s configuration has actorder="group": scales of columns in an '
+                f"{name} of the checkpoint's configuration has actorder={order!s}: scales of columns in an "
                 'order of their own are not read inside Init. Load a checkpoint with actorder="weight" or '
                 "none, or one in 16 bits."
             )
@@ -235,7 +235,7 @@ def _dequantizing(quantizer: Any) -> dict[str, Any]:
     before = quantizer.validate_environment
 
     def validate_environment(self: Any, *args: Any, **kwargs: Any) -> None:
-        _check_order(self.quantization_config)
+        check_order(self.quantization_config)
         self.quantization_config.dequantize = True
         self.quantization_config.use_optimized_inference = False
         before(self, *args, **kwargs)

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from safetensors.torch import load_file, save_file
 import infinity
 import models
 import quantised
-from infinity import AdamW, CorruptionError, Init, reference
+from infinity import AdamW, CorruptionError, Init, UnsupportedError, reference
 from infinity.engine.engine import engine_of_model
+from infinity.engine.quantized import check_order
 from parity import differences, repeatable
 
 pytestmark = [pytest.mark.disk]
@@ -296,3 +298,14 @@ def test_what_is_kept_packed_leaves_its_copy_when_it_is_trained_or_written(folde
     for number in range(5):
         assert torch.equal(logits(ours, number), logits(plain, number))
     assert engine.host_store.held_nbytes == sum(unit.record.nbytes("host") for unit in engine.units)
+
+
+@pytest.mark.parametrize("order", ["group", "dynamic", "weight", "static", None])
+def test_scales_of_columns_in_their_own_order_are_refused_before_anything_is_read(order):
+    scheme = SimpleNamespace(weights=SimpleNamespace(actorder=order))
+    said = SimpleNamespace(quantization_config=SimpleNamespace(config_groups={"group_0": scheme}))
+    if order in ("group", "dynamic"):
+        with pytest.raises(UnsupportedError, match="group_0 of the checkpoint's configuration has actorder"):
+            check_order(said)
+    else:
+        check_order(said)
