@@ -92,6 +92,14 @@ class BatchSlices(InSlices):
         if not tensors or not tensors[0].dim():
             raise ValueError(f"{type(self.module).__name__} was called without a tensor to cut into samples")
         batch = tensors[0].shape[0]
+        for name in ("position_bias", "alibi"):  # as MPT and Bloom have them: a row for each head
+            bias = kwargs.get(name)
+            if isinstance(bias, torch.Tensor) and bias.dim() == 3 and name not in self.whole:
+                raise ValueError(
+                    f"{type(self.module).__name__} in micro-batches was given {name} of shape "
+                    f"{tuple(bias.shape)}, with heads and no row for each sample in front: it cannot be cut. "
+                    "Leave the model out of tile_batch."
+                )
         kept = {id(one) for name in self.whole for one in _tensors(kwargs.get(name))}
 
         def cut(tensor: torch.Tensor) -> int | None:

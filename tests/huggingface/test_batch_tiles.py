@@ -190,10 +190,13 @@ def test_what_tiles_would_share_or_cut_wrongly_is_refused_or_runs_whole(folder, 
     assert [text for text in caplog.messages if "run whole, not in tiles" in text]
 
 
-def test_tiles_of_training_refuse_what_blocks_hand_each_other():
-    model = shared_keys()
+@pytest.mark.parametrize(
+    ("build", "why"), [(shared_keys, "KVSharingDict"), (heads_in_front, r"position_bias of shape \(4, 1, ")]
+)
+def test_tiles_of_training_refuse_what_blocks_hand_each_other_and_what_has_heads_in_front(build, why):
+    model = build()
     tile_batch_(model, 1)
-    with pytest.raises(ValueError, match="KVSharingDict"):
+    with pytest.raises(ValueError, match=why):
         model(input_ids=IDS, labels=IDS, use_cache=False)
 
 
