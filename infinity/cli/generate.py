@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -178,6 +178,8 @@ class Figures:
     """The host_memory with which no token reads weights."""
     tile: int = 0
     """Sequences that a layer has computed at a time, at most; 0: whole batches."""
+    why_whole: list[str] = field(default_factory=list)
+    """Why batches ran whole all the same; empty where they did not."""
     chunk: int | None = None
     """Tokens of a prompt that came at a time, where the budget asked for that."""
 
@@ -188,7 +190,7 @@ class Figures:
             f"{self.sequences:,} prompts of {self.prompt_tokens:,} tokens; {self.tokens:,} tokens in "
             f"{self.seconds:.1f} s: {self.tokens / max(self.seconds, 1e-9):.2f} tokens/s, the first after "
             f"{self.first_s:.2f} s"
-            + (f"; a layer computed {self.tile} at a time" if self.tile else "")
+            + (f"; a layer computed {self.tile} at a time" if self.tile and not self.why_whole else "")
             + (f"; prompts came in chunks of {self.chunk} tokens" if self.chunk else "")
         )
         if self.done is None:
@@ -262,8 +264,8 @@ def _tile(model: Any, prompts: Sequence[Prompt], options: argparse.Namespace, fi
     if options.tile is None:
         at_once, tokens = min(prompt, options.prefill or prompt), prompt + options.max_new_tokens
         tile = widths.sequences(batch, at_once, tokens, limit)
-        if tile < batch and tile_where_possible_(model, tile):
-            figures.tile = tile
+        if tile < batch:
+            figures.tile, figures.why_whole = tile, tile_where_possible_(model, tile)
 
 
 def _answer(

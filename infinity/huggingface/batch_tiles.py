@@ -66,28 +66,34 @@ def tile_generation_(
         UnsupportedError: when generating, for a cache that cannot be cut by sequences, and for beams of
             which one tile would have to see another; for arguments of blocks that cannot be cut.
     """
-    return _tile(model, sequences, blocks, SequenceTiles)
+    tiled = _to_tile(model, sequences, blocks)
+    for module, forward in tiled.values():
+        module.forward = SequenceTiles(module, forward, sequences)
+    return list(tiled)
 
 
 def tile_where_possible_(model: nn.Module, sequences: int) -> list[str]:
-    """Do as `tile_generation_`, but where arguments of blocks cannot be cut, run those whole and say why."""
-    return _tile(model, sequences, None, TilesWherePossible)
+    """Do as `tile_generation_`, but run blocks whole, and say why once, whose arguments cannot be cut.
+
+    Returns a list that gets the reason then: empty while all blocks run in tiles.
+    """
+    why: list[str] = []
+    for module, forward in _to_tile(model, sequences, None).values():
+        module.forward = TilesWherePossible(module, forward, sequences, why)
+    return why
 
 
-def _tile(
-    model: nn.Module,
-    sequences: int,
-    blocks: type[nn.Module] | tuple[type[nn.Module], ...] | None,
-    kind: type[SequenceTiles],
-) -> list[str]:
+def _to_tile(
+    model: nn.Module, sequences: int, blocks: type[nn.Module] | tuple[type[nn.Module], ...] | None
+) -> dict[str, tuple[nn.Module, Callable[..., Any]]]:
+    """Return the modules to tile, by their names, each with the forward that it has without tiles."""
     if sequences < 1:
         raise ValueError(f"sequences={sequences}: expected 1 or more")
-    found = blocks_and_norms(model, blocks)
-    for module in found.values():
+    tiled = {}
+    for name, module in blocks_and_norms(model, blocks).items():
         before = module.__dict__.get("forward", module.forward)
-        before = before.forward if isinstance(before, SequenceTiles) else before
-        module.forward = kind(module, before, sequences)
-    return list(found)
+        tiled[name] = module, before.forward if isinstance(before, SequenceTiles) else before
+    return tiled
 
 
 def _why_whole(leaves: Iterable[Any], named: Mapping[str, Any]) -> str | None:
@@ -155,16 +161,19 @@ class SequenceTiles(InSlices):
 class TilesWherePossible(SequenceTiles):
     """Runs the block whole where its arguments cannot be cut."""
 
+    def __init__(
+        self, module: nn.Module, forward: Callable[..., Any], sequences: int, reasons: list[str]
+    ) -> None:
+        """reasons: of all blocks of the model; gets the first one."""
+        super().__init__(module, forward, sequences)
+        self._reasons = reasons
+
     def _whole(self, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run it whole, and say so once for each reason."""
-        if why not in _SAID:
-            _SAID.add(why)
+        """Run it whole, and say so once for the model."""
+        if not self._reasons:
+            self._reasons.append(why)
             logger.warning("batches of this model run whole, not in tiles: %s", why)
         return self.forward(*args, **kwargs)
-
-
-_SAID: set[str] = set()
-"""Reasons that were told."""
 
 
 def _cut(leaf: Any, batch: int, start: int, stop: int) -> Any:
