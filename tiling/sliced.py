@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -92,14 +92,12 @@ class BatchSlices(InSlices):
         if not tensors or not tensors[0].dim():
             raise ValueError(f"{type(self.module).__name__} was called without a tensor to cut into samples")
         batch = tensors[0].shape[0]
-        for name in ("position_bias", "alibi"):  # as MPT and Bloom have them: a row for each head
-            bias = kwargs.get(name)
-            if isinstance(bias, torch.Tensor) and bias.dim() == 3 and name not in self.whole:
-                raise ValueError(
-                    f"{type(self.module).__name__} in micro-batches was given {name} of shape "
-                    f"{tuple(bias.shape)}, with heads and no row for each sample in front: it cannot be cut. "
-                    "Leave the model out of tile_batch."
-                )
+        bias = heads_in_front(kwargs)
+        if bias is not None and bias.partition(" ")[0] not in self.whole:
+            raise ValueError(
+                f"a {type(self.module).__name__} in micro-batches was given {bias}: it cannot be cut. Leave "
+                "the model out of tile_batch."
+            )
         kept = {id(one) for name in self.whole for one in _tensors(kwargs.get(name))}
 
         def cut(tensor: torch.Tensor) -> int | None:
@@ -107,6 +105,17 @@ class BatchSlices(InSlices):
             return 0 if per_sample or tensor is tensors[0] else None
 
         return self._run(args, kwargs, cut, self.micro_batch)
+
+
+def heads_in_front(kwargs: Mapping[str, Any]) -> str | None:
+    """Say which bias on attention scores has a row for each head in front, as MPT's and Bloom's do, and none
+    for each sample: its length may be that of the batch by chance. None where there is none.
+    """
+    for name in ("position_bias", "alibi"):
+        bias = kwargs.get(name)
+        if isinstance(bias, torch.Tensor) and bias.dim() == 3:
+            return f"{name} of shape {tuple(bias.shape)}, with heads, and no row for each sample, in front"
+    return None
 
 
 def _has_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -32,7 +32,7 @@ from infinity.errors import UnsupportedError
 from infinity.huggingface.kv_cache import StoredLayer, in_a_ring
 from infinity.planning.generation import LayerWidths
 from infinity.tiling.batch import blocks_and_norms
-from infinity.tiling.sliced import InSlices
+from infinity.tiling.sliced import InSlices, heads_in_front
 
 logger = logging.getLogger("infinity")
 
@@ -106,11 +106,8 @@ def _why_whole(leaves: Iterable[Any], named: Mapping[str, Any]) -> str | None:
             return f"a cache's {', '.join(kinds)} cannot be cut by sequences"
         if isinstance(one, Cache) and not one.layers:
             return f"a {type(one).__name__} without layers cannot be cut: make it with config=model.config"
-    for name in ("position_bias", "alibi"):
-        bias = named.get(name)
-        if isinstance(bias, torch.Tensor) and bias.dim() == 3:
-            return f"{name} of shape {tuple(bias.shape)} has heads, and no row for each sequence, in front"
-    return None
+    bias = heads_in_front(named)
+    return None if bias is None else f"a block is given {bias}"
 
 
 class SequenceTiles(InSlices):

@@ -146,9 +146,9 @@ def to_int8(weight):
     return tensors, values
 
 
-def bitsandbytes_llama(path, kind, plain, **options):
-    """Save a Llama as bitsandbytes does, "nf4", "nf4 nested" or "int8", to `path`, and what its weights are
-    by the formulas to `plain`.
+def packed_llama(path, plain, pack, **options):
+    """Save a Llama in bf16 with its projections packed to `path`, and with their values to `plain`. pack:
+    returns the tensors of a layer's weight by their names in it, and its values.
     """
     torch.manual_seed(1)
     config = transformers.LlamaConfig(**{**SIZES, **options})
@@ -159,17 +159,23 @@ def bitsandbytes_llama(path, kind, plain, **options):
     for name, one in load_file(path / "model.safetensors").items():
         tensors[name] = values[name] = one
         if name.endswith("proj.weight"):
-            packed, values[name] = to_int8(one) if kind == "int8" else to_nf4(one, nested="nested" in kind)
+            packed, values[name] = pack(tensors.pop(name))
             layer = name.removesuffix("weight")
-            tensors |= {f"{layer if end[:1].isalpha() else name}{end}": part for end, part in packed.items()}
-            if kind == "int8":
-                tensors[name] = packed[""]
-    save_file(
-        {name: one.contiguous() for name, one in tensors.items()},
-        path / "model.safetensors",
-        {"format": "pt"},
-    )
+            tensors |= {f"{layer}{part}": values_of.contiguous() for part, values_of in packed.items()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
     save_file(values, plain / "model.safetensors", {"format": "pt"})
+
+
+def bitsandbytes_llama(path, kind, plain, **options):
+    """Save a Llama as bitsandbytes does, "nf4", "nf4 nested" or "int8", to `path`, and what its weights are
+    by the formulas to `plain`.
+    """
+
+    def pack(weight):
+        packed, values = to_int8(weight) if kind == "int8" else to_nf4(weight, nested="nested" in kind)
+        return {end if end[:1].isalpha() else f"weight{end}": part for end, part in packed.items()}, values
+
+    packed_llama(path, plain, pack, **options)
     said = {"load_in_8bit": True} if kind == "int8" else {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     if "nested" in kind:
         said["bnb_4bit_use_double_quant"] = True
@@ -231,21 +237,7 @@ def compressed_llama(path, kind, plain, **options):
     """Save a Llama as compressed-tensors does to `path`, and what its weights are by its formula to `plain`,
     in 16 bits.
     """
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(**{**SIZES, **options})
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    for folder in (path, plain):
-        model.save_pretrained(folder)
-    tensors, values = {}, {}
-    for name, one in load_file(path / "model.safetensors").items():
-        if name.endswith("proj.weight"):
-            layer = name.removesuffix("weight")
-            packed, values[name] = to_compressed(one, kind)
-            tensors |= {f"{layer}{end}": part.contiguous() for end, part in packed.items()}
-        else:
-            tensors[name] = values[name] = one
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    save_file(values, plain / "model.safetensors", {"format": "pt"})
+    packed_llama(path, plain, lambda weight: to_compressed(weight, kind), **options)
     form = {"float": "float-quantized", "int": "int-quantized"}[COMPRESSED[kind]["type"]]
     group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False, **COMPRESSED[kind]}}
     add_method(
