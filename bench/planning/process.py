@@ -7,6 +7,8 @@ beside the measurements of disks until one of them has another version.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import importlib.util
 import json
 import os
@@ -91,9 +93,12 @@ def _measured() -> Process:
 
 
 def warm_up() -> None:
-    """Import what a training imports, train one step of a tiny model, and multiply larger matrices."""
+    """Import what a training imports, train two steps of a tiny model, and multiply large matrices; give
+    back what malloc then holds free.
+    """
     import torch
     from torch import nn
+    from torch.utils.checkpoint import checkpoint
 
     import infinity
 
@@ -101,12 +106,20 @@ def warm_up() -> None:
         model = _tiny() if importlib.util.find_spec("transformers") else nn.Linear(64, 64)
     optimizer = infinity.AdamW(model.parameters())
     given = torch.zeros(2, 64) if isinstance(model, nn.Linear) else torch.zeros(2, 64, dtype=torch.long)
-    output = model(given)
-    getattr(output, "logits", output).float().logsumexp(-1).sum().backward()
-    optimizer.step()
-    for dtype in (torch.float32, torch.bfloat16):  # larger products run code that small ones do not load
-        layer = nn.Linear(512, 1024).to(dtype)
-        layer(torch.ones(256, 512, dtype=dtype)).sum().backward()
+    for _ in range(2):
+        output = checkpoint(model, given, use_reentrant=False)
+        getattr(output, "logits", output).float().logsumexp(-1).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    del model, optimizer, output
+    gc.collect()
+    for dtype in (torch.float32, torch.bfloat16):  # the library keeps buffers of the size that these take
+        layer = nn.Linear(2048, 8192).to(dtype)
+        layer(torch.ones(1024, 2048, dtype=dtype)).sum().backward()
+        del layer
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _tiny() -> nn.Module:

@@ -13,6 +13,7 @@ parameters are in one record, or in one for each type that they compute in; see 
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from infinity.engine.asked import Asked
 from infinity.engine.built_parameter import BuiltParameter
-from infinity.engine.embeddings import held_elsewhere, in_blocks
+from infinity.engine.embeddings import held_elsewhere, in_blocks, in_groups
 from infinity.engine.engine import Engine, engine_of
 from infinity.engine.frozen import FrozenFile, frozen_layers
 from infinity.engine.layouts import Find
@@ -65,6 +66,8 @@ _OVERWRITES = frozenset(
     | {f"{whose}_{how}_" for whose in ("kaiming", "xavier") for how in ("uniform", "normal")}
 )
 """Operations that do not look at the values: an evicted parameter need not be read for them."""
+_MAPPED_NBYTES = 2 << 20
+"""Memory that malloc maps while a model is built; see map_large_blocks in storage/memory.py."""
 
 
 class Construction:
@@ -385,8 +388,7 @@ class Construction:
             if self._overflow:
                 values.zero_()
             elif operation not in _OVERWRITES or (args and args[0] is not parameter):
-                computes = entry.dtype == compute_dtype(entry.record.schema)
-                field, dtype = ("hi", entry.dtype) if computes else ("master", torch.float32)
+                field, dtype = self._weights_of(entry, entry.record)
                 read = self._engine.parameters.read_record(entry.record, entry.index, {field: dtype})
                 values.copy_(read[field].view(parameter.shape))
             restore(parameter, values)
@@ -460,16 +462,43 @@ class Construction:
         entry = self._entry(weight)
         if weight is None or entry is None or isinstance(entry.lies, Packed):
             return []
-        if id(weight) not in self._real and entry.record is not None and entry.record.in_files is not None:
+        evicted = id(weight) not in self._real
+        if evicted and entry.record is not None and entry.record.in_files is not None:
             return [self._block_in_files(entry, weight, rows) for rows, _ in grid.slices()]
-        if id(weight) not in self._real:
-            self._restore([weight], "", ())
-        del self._real[id(weight)]
+        if not evicted:
+            del self._real[id(weight)]
+            return [self._block(weight, weight.detach()[rows], entry) for rows, _ in grid.slices()]
         tiles = []
-        for rows, _ in grid.slices():
-            tiles.append(EmbeddingTile(nn.Parameter(weight.detach()[rows], weight.requires_grad)))
-            self._take(tiles[-1], "weight", tiles[-1].weight, entry.asked)
+        # There is room for some blocks, and perhaps not for all of the weight. They are read together into
+        # memory that malloc maps: freed one by one, they would leave holes among small objects.
+        of_row = max(1, weight.nbytes // len(weight))
+        for group in in_groups([rows for rows, _ in grid.slices()], _MAPPED_NBYTES // of_row):
+            values = self._rows(entry, weight, slice(group[0].start, group[-1].stop))
+            for part in values.split([rows.stop - rows.start for rows in group]):
+                tiles.append(self._block(weight, part, entry))
+                self._evict([self._entries[id(tiles[-1].weight)]])
         return tiles
+
+    def _block(self, weight: nn.Parameter, values: torch.Tensor, of: BuiltParameter) -> EmbeddingTile:
+        """Return a module of some rows of a weight, a real one, which is taken charge of."""
+        tile = EmbeddingTile(nn.Parameter(values, weight.requires_grad))
+        self._take(tile, "weight", tile.weight, of.asked)
+        return tile
+
+    def _rows(self, entry: BuiltParameter, weight: nn.Parameter, rows: slice) -> torch.Tensor:
+        """Return some rows of an evicted parameter."""
+        if entry.record is None:
+            raise not_resident(weight, "cut by rows")
+        of_row = math.prod(weight.shape[1:])
+        elements = range(rows.start * of_row, rows.stop * of_row)
+        field, dtype = self._weights_of(entry, entry.record)
+        parts = self._engine.parameters.read_elements(entry.record, entry.index, elements, {field: dtype})
+        return parts[field].view(-1, *weight.shape[1:]).to(weight.device, entry.dtype)
+
+    def _weights_of(self, entry: BuiltParameter, record: Record) -> tuple[str, torch.dtype]:
+        """Return the field, and its type, that a parameter's values are read from."""
+        computes = entry.dtype == compute_dtype(record.schema)
+        return ("hi", entry.dtype) if computes else ("master", torch.float32)
 
     def _block_in_files(self, of: BuiltParameter, weight: nn.Parameter, rows: slice) -> EmbeddingTile:
         """Return a module of some rows of a weight that lies in a checkpoint's files, and is not real."""

@@ -37,6 +37,18 @@ def in_blocks(named: Sequence[tuple[str, nn.Module]], width: int) -> Iterator[tu
             yield name, module, Grid((*[together] * whole, *([rest] if rest else [])), (columns,))
 
 
+def in_groups(blocks: Sequence[slice], rows: int) -> Iterator[list[slice]]:
+    """Yield neighbouring blocks in groups of at least so many rows; the last may have fewer."""
+    group: list[slice] = []
+    for block in blocks:
+        group.append(block)
+        if block.stop - group[0].start >= rows:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
 def held_elsewhere(embeddings: Sequence[nn.Embedding], ranks: Ranks) -> list[int]:
     """Return the numbers of those embeddings whose weight something else, on any rank, refers to than the
     module: a list of parameters, a closure, an attribute that is no parameter. What it does there is not

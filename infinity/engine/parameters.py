@@ -5,6 +5,7 @@ there.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -137,15 +138,27 @@ class Parameters:
         """Return fields of a parameter, by their types, as one-dimensional CPU tensors, with the parts of
         all ranks.
         """
-        parts = self._read(record, index, dtypes)
+        return self.read_elements(record, index, range(math.prod(record.shard.segments[index].shape)), dtypes)
+
+    def read_elements(
+        self, record: Record, index: int, elements: range, dtypes: dict[str, torch.dtype]
+    ) -> dict[str, torch.Tensor]:
+        """Return consecutive elements of fields of a parameter; see `read_record`."""
+        parts = self._read(record, index, dtypes, elements)
         if self._partition is None:
             return parts
-        return {field: self._partition.collect(record, index, part) for field, part in parts.items()}
+        return {
+            field: self._partition.collect(record, index, part, elements) for field, part in parts.items()
+        }
 
-    def _read(self, record: Record, index: int, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
-        numel = record.shard.segments[index].numel
-        into = {field: torch.empty(numel, dtype=dtype, device="cpu") for field, dtype in dtypes.items()}
-        self._run(ReadPass(record, index, record.tile_numel, into))
+    def _read(
+        self, record: Record, index: int, dtypes: dict[str, torch.dtype], elements: range | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return what this rank holds of a parameter, or of some of its elements."""
+        segment = record.shard.segments[index]
+        own = segment.elements if elements is None else segment.elements_of(elements)
+        into = {field: torch.empty(len(own), dtype=dtype, device="cpu") for field, dtype in dtypes.items()}
+        self._run(ReadPass(record, index, record.tile_numel, into, own.start - segment.first))
         return into
 
     def read_range(self, record: Record, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:

@@ -42,12 +42,17 @@ class Partition:
         self.gathers.submit(gathering)
         return gathering
 
-    def collect(self, record: Record, index: int, part: torch.Tensor) -> torch.Tensor:
-        """Return a parameter's values from the ranks' parts of them. Every rank calls it."""
-        numels = [
-            shard_of(record.unit_layout, rank, self.ranks.size).segments[index].numel
+    def collect(
+        self, record: Record, index: int, part: torch.Tensor, elements: range | None = None
+    ) -> torch.Tensor:
+        """Return a parameter's values, or some consecutive elements of them, from the ranks' parts. Every
+        rank calls it.
+        """
+        parts = [
+            shard_of(record.unit_layout, rank, self.ranks.size).segments[index]
             for rank in range(self.ranks.size)
         ]
+        numels = [one.numel if elements is None else len(one.elements_of(elements)) for one in parts]
         name = f"{record.name}.{record.unit_layout.segments[index].name}"
         job = Collecting(name, part, numels, self._lane)
         self.gathers.submit(job)

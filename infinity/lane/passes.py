@@ -225,10 +225,15 @@ class ReadPass(CopyOutPass):
     fp32, in whatever fields they are kept.
     """
 
-    def __init__(self, record: Record, index: int, tile_numel: int, into: dict[str, torch.Tensor]) -> None:
-        """Prepare to fill the contiguous host tensors `into`, each with as many elements as the parameter."""
-        segment = record.shard.segments[index]
-        super().__init__(record, tile_numel, segment.start, segment.stop, into)
+    def __init__(
+        self, record: Record, index: int, tile_numel: int, into: dict[str, torch.Tensor], first: int = 0
+    ) -> None:
+        """Prepare to fill the contiguous host tensors `into`, all of one length, with the elements of this
+        rank's part of the parameter from `first` on.
+        """
+        start = record.shard.segments[index].start + first
+        numels = {tensor.numel() for tensor in into.values()}
+        super().__init__(record, tile_numel, start, start + max(numels, default=0), into)
 
     def _kept_in(self, field: str) -> Sequence[str]:
         return self.record.schema.moments if field in ("m", "v") else super()._kept_in(field)

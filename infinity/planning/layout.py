@@ -126,6 +126,16 @@ class Segment:
         """The first element behind the parameter, padding not counted."""
         return self.start + self.numel
 
+    @property
+    def elements(self) -> range:
+        """The parameter's elements that are here."""
+        return range(self.first, self.first + self.numel)
+
+    def elements_of(self, elements: range) -> range:
+        """Return which of some consecutive elements are here."""
+        start, stop = (min(max(at, self.first), self.elements.stop) for at in (elements.start, elements.stop))
+        return range(start, stop)
+
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:

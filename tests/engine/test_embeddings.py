@@ -13,6 +13,7 @@ from torch import nn
 
 import infinity
 import models
+from allocations import Allocations
 from infinity import AdamW, Init, tiling
 from infinity.engine.engine import engine_of_model
 from infinity.planning import tile_size
@@ -352,6 +353,20 @@ class AlsoInAList(Lookup):
 
     def forward(self, ids):
         return super().forward(ids) + (self.embed(ids) @ self.tied[0].t()).float().square().mean()
+
+
+def test_an_embedding_that_was_written_is_cut_without_room_for_all_of_it(folder):
+    torch.manual_seed(0)
+    plain = prepare(nn.Embedding(8 * ROWS, WIDTH))
+    torch.manual_seed(0)
+    with Allocations() as counted, Init(nvme=folder, host_memory="2MiB"):
+        model = nn.ModuleList([nn.Embedding(8 * ROWS, WIDTH), nn.Linear(1024, 512)])
+        before = counted.live_nbytes
+        counted.peak_nbytes = before
+    assert blocks_of(model) == [256]
+    assert counted.peak_nbytes - before < model[0].weight.numel() * 4 * 0.75
+    with infinity.gathered(model):
+        assert torch.equal(model[0].weight, plain.weight)
 
 
 def test_a_weight_that_something_else_refers_to_stays_whole_and_trains(folder):
