@@ -32,7 +32,7 @@ EMBEDDING = ROWS * WIDTH
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks of 32 rows, so that a small embedding has as many as a large one."""
-    monkeypatch.setattr(tile_size, "LEAST_ROWS_NBYTES", 32 * 2 * WIDTH)
+    monkeypatch.setattr(tile_size, "LEAST_FEW_ROWS_NBYTES", 32 * 2 * WIDTH)
 
 
 def train(folder, micro_batches, steps=6):

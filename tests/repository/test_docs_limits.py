@@ -19,7 +19,7 @@ import quantised
 from places import ROOT
 
 PAGE = (ROOT / "docs/limits.md").read_text()
-ROWS = 1 << 15
+ROWS = 1 << 16
 IDS = torch.zeros(2, dtype=torch.long)
 
 
