@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from infinity.tiling.products import add_product, product, wide
 
 class Piece(nn.Module):
     """A slice of a large layer, with its own parameters; the tiled module assembles the results."""
+
+    is_used_again: ClassVar[bool] = True
+    """Whether a backward needs the parameters again."""
 
     def make(self) -> None:
         """See that the parameters have memory: of a tile that is begun early they get it here."""
@@ -93,6 +96,8 @@ def _product(
 
 class EmbeddingTile(Tile):
     """Looks up rows [tokens, features] of a weight [rows, features]."""
+
+    is_used_again: ClassVar[bool] = False
 
     def forward(
         self,

@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -238,13 +239,14 @@ class Engine:
     def open(
         self,
         records: Mapping[Record, list[nn.Parameter]],
-        routed: Iterable[Record] = (),
+        routed: Mapping[Record, bool] = MappingProxyType({}),
         chosen: Iterable[Record] = (),
     ) -> dict[Record, Unit]:
         """Take over a finished model: the parameters in each record, in the order of its modules. Return the
         unit that each record is of.
 
-        routed: records of slices alone, of which the data decides whether they are used. chosen: records of
+        routed: records of slices alone, of which the data decides whether they are used, and whether a
+        backward uses them again. chosen: records of
         modules that each rank's data chooses among.
         """
         self.lane.drain()
@@ -268,7 +270,7 @@ class Engine:
             ahead = sum(unit.resident_nbytes for unit in self.units)
         of_record = {unit.record: unit for unit in self.units}
         met = self._meet_for([of_record[one] for one in chosen])
-        of_data = [*(of_record[one] for one in routed), *met]
+        of_data = {of_record[one]: again for one, again in routed.items()} | dict.fromkeys(met, True)
         self.residency.open(self.units, ahead, keep_resident=whole, routed=of_data)
         self.outgoing_share.open(self.budget.outgoing_nbytes)
         self.gradients.open(self.budget, self.units)

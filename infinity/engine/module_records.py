@@ -45,15 +45,25 @@ def name_records(
     return units, units_of
 
 
-def routed_records(named: list[tuple[str, nn.Module]], units_of: dict[int, list[Record]]) -> list[Record]:
-    """Return the records that tiles of `Routed` modules use, and no other module."""
-    tiles = {id(tile) for _, module in named if isinstance(module, Routed) for tile in module.tiles}
+def routed_records(
+    named: list[tuple[str, nn.Module]], units_of: dict[int, list[Record]]
+) -> dict[Record, bool]:
+    """Return the records that tiles of `Routed` modules use, and no other module; and whether a backward uses
+    them again.
+    """
+    tiles = {
+        id(tile): bool(tile.is_used_again)
+        for _, module in named
+        if isinstance(module, Routed)
+        for tile in module.tiles
+    }
     others = {one for module, records in units_of.items() if module not in tiles for one in records}
-    return [
-        one
-        for one in dict.fromkeys(one for tile in tiles for one in units_of.get(tile, ()))
-        if one not in others
-    ]
+    again: dict[Record, bool] = {}
+    for tile, is_used_again in tiles.items():
+        for one in units_of.get(tile, ()):
+            if one not in others:
+                again[one] = again.get(one, False) or is_used_again
+    return again
 
 
 def chosen_records(named: list[tuple[str, nn.Module]], units_of: dict[int, list[Record]]) -> list[Record]:

@@ -23,7 +23,6 @@ from infinity.planning.layout import RecordSchema, lay_out
 from infinity.planning.outline import Act, Outline, Stage, trace_of
 from infinity.planning.placement import Candidate, Placement, PlacementBudget, revise
 from infinity.planning.plan import Plan, make_plan
-from infinity.planning.trace import Trace
 from infinity.sizes import format_size, round_up
 
 Spills = Mapping[int, tuple[tuple[int, int], ...]]
@@ -124,8 +123,6 @@ class Demand:
     offloaded_nbytes: int
     """Of activations, that go to NVMe and come back in each micro-batch."""
     pinned_nbytes: int
-    used_again_nbytes: int
-    """Of weights that a step uses more than once."""
     kept_gradients_nbytes: int
     gradients_nbytes: int
     """Of all gradients of a step, wherever they wait."""
@@ -154,15 +151,10 @@ class Demand:
         waiting = sum(one.waiting_nbytes for one in self.units) if self.setting.device_nbytes is None else 0
         leaving = self.activations.inputs_nbytes - self.activations.kept_nbytes if self.activations else 0
         offloaded = max(0, leaving) - self.offloaded_nbytes if self.setting.method.offload else 0
-        waits = gradients or self.setting.micro_batches > 1
-        pinned = self.pinned_nbytes
-        if not waits and 0 < self.kept_gradients_nbytes < self.gradients_nbytes:
-            # How gradients and fields share what is kept, the first step shows: which weights that are used
-            # again are still there then, differs with the order in which slices are used. All of them count.
-            pinned = max(pinned, min(budget.kept_nbytes, self.used_again_nbytes))
-        taken = min(budget.ahead_nbytes, waiting) + pinned + max(0, offloaded)
+        taken = min(budget.ahead_nbytes, waiting) + self.pinned_nbytes + max(0, offloaded)
         if self.setting.nvme:  # else nothing passes through slots, and their pages are never touched
             taken += budget.slots * budget.slot_nbytes
+        waits = gradients or self.setting.micro_batches > 1
         # buffers of gradients that are gone are kept for the next step, as far as the outgoing share has room
         of_gradients = budget.outgoing_nbytes + (self.kept_gradients_nbytes if waits else 0)
         taken += min(of_gradients, self.gradients_nbytes)
@@ -302,7 +294,6 @@ def demand(outline: Outline, setting: Setting) -> Demand:
         activations=used,
         offloaded_nbytes=offloaded,
         pinned_nbytes=kept_nbytes,
-        used_again_nbytes=sum(sizes.field(unit, "hi", budget.tile_numel) for unit in _used_again(trace)),
         kept_gradients_nbytes=kept_gradients,
         gradients_nbytes=sum(sizes.gradients),
         in_use_nbytes=max(in_use),
@@ -340,13 +331,6 @@ def _holds(sizes: _Sizes, total_nbytes: int, *, on_gpu: bool) -> bool:
 
 
 # What is pinned
-
-
-def _used_again(trace: Trace) -> list[int]:
-    """Return the units that a step uses more than once, others in between."""
-    units = [use.unit for use in trace]
-    uses = Counter(unit for unit, last in zip(units, [None, *units], strict=False) if unit != last)
-    return [unit for unit, times in uses.items() if times > 1]
 
 
 def _fetches(plan: Plan, units: int) -> list[int]:

@@ -29,7 +29,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -278,8 +278,8 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         self._on_host, self._in_order = on_host, in_order
         self._owed: deque[int] = deque()
         self._staying: set[_UnitT] = set()
-        self._routed: set[_UnitT] = set()
-        """See [Note: routed units]."""
+        self._routed: Mapping[_UnitT, bool] = {}
+        """See [Note: routed units]; and whether a backward uses them again."""
         self._announced: deque[_UnitT] = deque()
         self._idle: dict[_UnitT, None] = {}
         """Routed units that wait since a use, the one used longest ago first."""

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 from infinity.device.blocks import Blocks, DeviceBlocks, HostBlocks
@@ -91,19 +92,20 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         ahead_nbytes: int,
         *,
         keep_resident: bool = False,
-        routed: Iterable[Unit] = (),
+        routed: Mapping[Unit, bool] = MappingProxyType({}),
     ) -> None:
         """Take the units of a finished model, in the order of its modules; a first plan assumes they run in
         that order.
 
-        routed: those of which the data decides whether they are used; see [Note: routed units] in residence.
+        routed: those of which the data decides whether they are used, and whether a backward uses them again,
+        as rows of embeddings are not; see [Note: routed units] in residence.
         keep_resident: what is resident stays so until it is updated (ZeRO stages 1 and 2): `ahead_nbytes` has
         room.
         """
         self._keeps_resident = keep_resident
         self.units = units
         self._ahead.resize(ahead_nbytes)
-        self._routed = set(routed)
+        self._routed = routed
         self._uses_of = {phase: [Use(phase, unit.index) for unit in units] for phase in Phase}
         planned = [unit.index for unit in units if unit not in self._routed]
         forward = [self._uses_of[Phase.FORWARD][one] for one in planned]
@@ -188,10 +190,12 @@ class UnitResidency(Residency[Unit, UpdatePass]):
 
     def _planned_nbytes(self) -> int:
         """The window, without what is left to routed units: half of it, where they and the largest of the
-        others need so much.
+        others need so much; an eighth to those that no backward uses again, and that wait for one use alone.
         """
         limit = self._ahead.limit_nbytes
-        of_routed = sum(unit.resident_nbytes for unit in self._routed)
+        once = sum(unit.resident_nbytes for unit, again in self._routed.items() if not again)
+        of_routed = min(limit // 8, once)
+        of_routed += sum(unit.resident_nbytes for unit, again in self._routed.items() if again)
         others = (unit.resident_nbytes for unit in self.units if unit not in self._routed)
         return limit - max(0, min(limit // 2, of_routed, limit - max(others, default=0)))
 
