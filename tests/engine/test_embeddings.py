@@ -369,34 +369,6 @@ def test_an_embedding_that_was_written_is_cut_without_room_for_all_of_it(folder)
         assert torch.equal(model[0].weight, plain.weight)
 
 
-class Deep(nn.Module):
-    """Layers that fit the window of units that wait, which is 64 KiB, with an eighth left to blocks."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(ROWS, WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, ids):
-        hidden = self.embed(ids)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden)
-        return hidden.float().square().sum()
-
-
-def test_blocks_leave_the_room_that_layers_wait_in_for_their_backward(folder):
-    with Init(nvme=folder, host_memory="512KiB"):
-        model = Deep()
-    optimizer, engine = AdamW(model.parameters(), **SETTINGS), engine_of_model(model)
-    for _ in range(2):
-        model(torch.arange(0, ROWS, 100)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    layers = [unit for unit in engine.units if unit.name.startswith("layers.")]
-    assert engine.budget.ahead_nbytes // 2 < sum(one.resident_nbytes for one in layers)
-    assert [engine.residency.frequencies.fetches(one.index) for one in layers] == [1.0] * 4
-
-
 def test_a_weight_that_something_else_refers_to_stays_whole_and_trains(folder):
     ours, plain = both(folder, AlsoInAList)
     assert blocks_of(ours[0]) == []

@@ -16,11 +16,13 @@ from infinity import AdamW, Init, tiling
 from infinity.engine.engine import engine_of_model
 from infinity.errors import ConfigError
 from infinity.optim import base as optim
+from infinity.planning import tile_size
 from infinity.reference import ReferenceAdamW, prepare
 from parity import repeatable
 
 pytestmark = pytest.mark.disk
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
+ROWS, WIDTH = 4096, 64
 
 
 @pytest.fixture(autouse=True)
@@ -296,3 +298,32 @@ def test_rows_of_an_embedding_that_are_not_looked_up_are_neither_read_nor_writte
     assert moved(ours, steps) <= 1
     step(torch.arange(0, 4096, 61))
     models.assert_same_state(ours, pairs[1][1], plain, pairs[0][1])
+
+
+class Deep(nn.Module):
+    """Layers that fit the window of units that wait, which is 64 KiB, with an eighth left to blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(ROWS, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return hidden.float().square().sum()
+
+
+def test_blocks_leave_the_room_that_layers_wait_in_for_their_backward(folder, monkeypatch):
+    monkeypatch.setattr(tile_size, "LEAST_FEW_ROWS_NBYTES", 32 * 2 * WIDTH)
+    with Init(nvme=folder, host_memory="512KiB"):
+        model = Deep()
+    optimizer, engine = AdamW(model.parameters(), **SETTINGS), engine_of_model(model)
+    for _ in range(2):
+        model(torch.arange(0, ROWS, 100)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    layers = [unit for unit in engine.units if unit.name.startswith("layers.")]
+    assert engine.budget.ahead_nbytes // 2 < sum(one.resident_nbytes for one in layers)
+    assert [engine.residency.frequencies.fetches(one.index) for one in layers] == [1.0] * 4
