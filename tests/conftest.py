@@ -86,10 +86,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Durations())
 
 
-def pytest_collection_finish() -> None:
-    """What is imported stays: none of the thousands of collections of garbage looks at it again."""
+def freeze() -> None:
+    """What is there stays: none of the thousands of collections of garbage looks at it again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -105,6 +109,15 @@ def unmeasured() -> Iterator[None]:
         patch.setenv("INFINITY_CACHE", cache)
         patch.setenv("INFINITY_DEVICE", "cpu")
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def settled() -> Iterator[None]:
+    """What the tests of the module before have imported is not looked at again, either: torch's compiler alone
+    is more than all else. Nothing of this module's is there yet, and what that one has left is garbage.
+    """
+    freeze()
+    yield
 
 
 @pytest.fixture(autouse=True)
