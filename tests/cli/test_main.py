@@ -26,6 +26,7 @@ pytestmark = pytest.mark.disk
 GIVEN = ["--nvme-read", "2", "--nvme-write", "1", "--nvme-mixed", "1.5", "--compute", "1"]
 GIVEN += ["--update-rate", "1", "--host-memory", "1GiB"]
 """All that `infinity plan` would measure."""
+SMALL = ["--model", "25m", "--host-memory", "64MiB"]
 TINY = ["--preset", "1m", "--sequence", "32", "--host-memory", "4MiB", "--steps", "2"]
 
 
@@ -270,8 +271,8 @@ def test_bench_alone_prints_what_there_is(capsys):
         (["train", "--help"], {"torch", "transformers", "numpy", "cffi", "psutil"}),
         (["bench"], {"torch", "transformers", "numpy"}),
         (["doctor"], {"torch", "transformers", "numpy"}),
-        (["plan", "check", *GIVEN], {"torch", "transformers"}),
-        (["plan", "check", *GIVEN, "--nvme-space", "1GB"], {"torch", "transformers"}),
+        (["plan", "check", *GIVEN, *SMALL], {"torch", "transformers"}),
+        (["plan", "check", *GIVEN, *SMALL, "--nvme-space", "1MB"], {"torch", "transformers"}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

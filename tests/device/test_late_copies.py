@@ -44,7 +44,7 @@ def test_nothing_is_read_or_used_again_before_its_copy_is_over(folder, late, mem
     update, accumulate, settings = way
     init = {"nvme": folder, "host_memory": memory}
     ways = {"update": update, "accumulate": accumulate, "scheduled": True}
-    models.compare("llama", {**SETTINGS, **settings}, init, steps=6, **ways)
+    models.compare("llama", {**SETTINGS, **settings}, init, steps=3, **ways)
     assert late.copies > 0
 
 

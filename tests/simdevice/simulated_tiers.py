@@ -48,7 +48,7 @@ class Tower:
     host: str = "256KiB"
     clip: float | None = None
     evaluated: int = 0
-    steps: int = 5
+    steps: int = 4
     copy_us: int = 200
     kernel_us: int = 20
 
