@@ -12,6 +12,7 @@ from covers import matrix
 from infinity.device.device import AcceleratorDevice
 from infinity.engine import engine as engine_module
 from infinity.engine.engine import engine_of_model
+from infinity.lane import lane as lanes
 from infinity.lane.lane import StreamLane
 from streams import LateStreams
 
@@ -26,6 +27,8 @@ def late(monkeypatch):
     device = AcceleratorDevice(torch.device("cpu"), streams)
     monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
     streams.free = 256 << 10  # twice a device_memory in which few records live
+    # These copies end no sooner than the lane waits for them: what it waits before that is nothing but time.
+    monkeypatch.setattr(lanes, "_PATIENCE_S", 0.005)
     return streams
 
 
