@@ -112,12 +112,11 @@ def unmeasured() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def settled() -> Iterator[None]:
-    """What the tests of the module before have imported is not looked at again, either: torch's compiler alone
-    is more than all else. Nothing of this module's is there yet, and what that one has left is garbage.
+def settled() -> None:
+    """What tests of the module before have imported is not looked at again, either: torch's compiler alone is
+    more than all else. Nothing of this module's is there yet, and what that one has left is garbage.
     """
     freeze()
-    yield
 
 
 @pytest.fixture(autouse=True)

@@ -50,6 +50,18 @@ def _repeatable():
         yield
 
 
+def test_what_is_imported_when_it_is_used_draws_no_random_numbers():
+    """Else the first model after a seed, inside Init, would not be the one that plain PyTorch makes."""
+    code = """if True:
+        import torch, infinity
+        before = torch.get_rng_state()
+        for name in infinity.__all__:
+            getattr(infinity, name)
+        print(torch.equal(torch.get_rng_state(), before))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+
+
 def gpt2():
     config = transformers.GPT2Config(
         vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0
