@@ -20,6 +20,7 @@ from infinity.bench.planning.planned import flops
 from infinity.cli.presets import PRESETS, llama
 from infinity.engine.init import Init
 from infinity.errors import ConfigError
+from infinity.planning import tile_size
 from infinity.planning.capacity import Process
 from infinity.planning.demand import Setting
 from infinity.planning.outline import trace_of
@@ -472,7 +473,8 @@ def checked(tmp_path, *rows):
     return hindsight.check([path], Console(quiet=True))
 
 
-def test_steps_that_were_measured_with_embeddings_in_rows_are_foretold_with_them():
+def test_steps_that_were_measured_with_embeddings_in_rows_are_foretold_with_them(monkeypatch):
+    monkeypatch.setattr(tile_size, "LEAST_FEW_ROWS_NBYTES", 1 << 18)  # 64 blocks of 8,192 x 1,024
     few = {"tokens": 4, "model": "269m"}
     whole, rows = (hindsight.foretell(measured(**few, **more)) for more in ({}, {"embeddings": "rows"}))
     assert rows.read_nbytes + rows.written_nbytes < 0.98 * (whole.read_nbytes + whole.written_nbytes)
