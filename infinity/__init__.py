@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from infinity.huggingface.kv_cache import KVCache as KVCache
     from infinity.optim.base import OffloadedOptimizer as OffloadedOptimizer
     from infinity.optim.elementwise import wrap_optimizer as wrap_optimizer
+    from infinity.optim.muon import Muon as Muon
+    from infinity.optim.muon import muon_groups as muon_groups
     from infinity.optim.optimizers import SGD as SGD
     from infinity.optim.optimizers import Adagrad as Adagrad
     from infinity.optim.optimizers import Adam as Adam
@@ -82,6 +84,7 @@ _MODULES = {
     "infinity.huggingface.kv_cache": ("KVCache",),
     "infinity.optim.base": ("OffloadedOptimizer",),
     "infinity.optim.elementwise": ("wrap_optimizer",),
+    "infinity.optim.muon": ("Muon", "muon_groups"),
     "infinity.optim.optimizers": ("Adagrad", "Adam", "AdamW", "Lion", "SGD"),
     "infinity.sequences.loader": ("SequenceParallelLoader",),
     "infinity.sequences.parallel": ("SequenceParallel",),

@@ -91,12 +91,17 @@ def _check_fits(saved: _TagFiles, inventory: Inventory) -> tuple[Iterable[str], 
     found += compare(saved.buffers(), plains, "buffers")
     optimizer = inventory.optimizer
     moments = saved.moments() if optimizer is not None else None
-    if optimizer is not None and moments is not None and not {"m", "v"} <= set(optimizer.recipe.state):
+    if optimizer is not None and moments is not None and not _has_adams(optimizer):
         kind = type(optimizer).__name__
         found.append(f"it has Adam's moments, but the optimizer is {kind}; give AdamW or Adam, or None")
     if found:
         raise CheckpointError("\n  ".join([f"{saved.folder} does not fit; nothing was loaded:", *found]))
     return plains, moments
+
+
+def _has_adams(optimizer: OffloadedOptimizer) -> bool:
+    """Whether an optimizer keeps Adam's moments of all its parameters."""
+    return all({"m", "v"} <= set(optimizer.recipe_in(group).state) for group in optimizer.param_groups)
 
 
 def _fill(saved: _TagFiles, moments: _Moments | None, inventory: Inventory, model: nn.Module) -> None:

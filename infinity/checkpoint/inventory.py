@@ -154,24 +154,28 @@ class Inventory:
         """Return the specs of all other tensors, by name."""
         return {name: (name_of_dtype(one, name), tuple(one.shape)) for name, one in self.plain.items()}
 
-    def fields(self, schema: RecordSchema) -> tuple[str, ...]:
-        """Return the fields of the optimizer's state in a record of this format."""
-        return () if self.optimizer is None else self.optimizer.recipe.fields(schema)
+    def fields_in(self, unit: Unit) -> tuple[str, ...]:
+        """Return the fields of the optimizer's state in a unit's record."""
+        found = {field for one in unit.parameters for field in self._types(unit, one)}
+        return tuple(name for name in unit.record.schema.moments if name in found)
 
-    def _types(self, unit: Unit) -> dict[str, str]:
-        schema = unit.record.schema
-        return {field: _TYPES[schema.state_dtype][field] for field in self.fields(schema)}
+    def _types(self, unit: Unit, parameter: torch.Tensor) -> dict[str, str]:
+        """Return the fields of a parameter's state, with their types in files."""
+        optimizer, schema = self.optimizer, unit.record.schema
+        if optimizer is None:
+            return {}
+        recipe = optimizer.recipe_of(parameter) if id(parameter) in optimizer.mine else optimizer.recipe
+        return {field: _TYPES[schema.state_dtype][field] for field in recipe.fields(schema)}
 
     def moments(self, names: set[str]) -> dict[tuple[str, str], TensorSpec]:
         """Return the specs of these parameters' moments, by kind and name; they are there after a step."""
         found: dict[tuple[str, str], TensorSpec] = {}
         for _, unit in self.units():
-            types = self._types(unit)
             for parameter, name in zip(unit.parameters, self.names_in(unit), strict=True):
                 if name is None or name not in names:
                     continue
                 shape, blocks = tuple(parameter.shape), -(-parameter.numel() // STATE_BLOCK)
-                for field, dtype in types.items():
+                for field, dtype in self._types(unit, parameter).items():
                     found[KINDS[field], name] = (dtype, (blocks, 2) if field == "scale" else shape)
         return found
 
@@ -179,10 +183,10 @@ class Inventory:
         """Return the elements [start, stop) of masters and moments that this rank has, by kind and name."""
         found: dict[tuple[str, str], tuple[int, int]] = {}
         for _, unit in self.units():
-            types = self._types(unit)
-            for segment, name in zip(unit.record.shard.segments, self.names_in(unit), strict=True):
+            shard = zip(unit.parameters, unit.record.shard.segments, self.names_in(unit), strict=True)
+            for parameter, segment, name in shard:
                 if name is not None:
-                    for field in ("master", *types):
+                    for field in ("master", *self._types(unit, parameter)):
                         found[KINDS.get(field, MASTER), name] = range_of(field, segment)
         return found
 

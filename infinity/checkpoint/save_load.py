@@ -407,7 +407,7 @@ def _moments_to_fill(
     unit: Unit, names: Sequence[str | None], manifest: Manifest, inventory: Inventory
 ) -> Sequence[str]:
     """Return the moments to set: all, if the checkpoint or the record has any of the unit's."""
-    fields = inventory.fields(unit.record.schema)
+    fields = inventory.fields_in(unit)
     saved = manifest.optimizer
     if inventory.optimizer is None or saved is None:
         return ()

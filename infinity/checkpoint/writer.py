@@ -124,4 +124,4 @@ def _ranges(inventory: Inventory) -> Iterator[tuple[Engine, Unit, Sequence[str]]
     steps = inventory.steps
     for engine, unit in inventory.units():
         stepped = any(name in steps for name in inventory.names_in(unit) if name is not None)
-        yield engine, unit, ("master", *(inventory.fields(unit.record.schema) if stepped else ()))
+        yield engine, unit, ("master", *(inventory.fields_in(unit) if stepped else ()))

@@ -149,7 +149,7 @@ def _field(engine: Engine, parameter: nn.Parameter, key: str | None) -> str:
         return "master"
     for optimizer in engine.optimizers:
         if id(parameter) in optimizer.mine:
-            names = {name: field for field, name in optimizer.recipe.state.items()}
+            names = {name: field for field, name in optimizer.recipe_of(parameter).state.items()}
             if key in names:
                 return str(names[key])
             raise ValueError(

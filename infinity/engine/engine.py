@@ -51,7 +51,7 @@ from infinity.storage.packed import FileRange, Packed
 from infinity.storage.paths import of_rank
 from infinity.storage.store import Future, HostStore, Store
 from infinity.storage.stripes import StripedStore
-from infinity.tiling import Routed
+from infinity.tiling import Routed, Tiled
 from infinity.timeline import Timeline
 from infinity.units import advice
 from infinity.units.aside import Aside
@@ -89,6 +89,8 @@ class Engine:
         self.budget: Budget = divide(total_nbytes, schema=self.schema, on_device=self._on_device)
         self.timeline, self.traffic = Timeline(), Traffic()
         self.units: list[Unit] = []
+        self._cut: set[int] = set()
+        """The id() of each parameter that is a tile of a matrix."""
         self._building: Touch | None = None
         self._training: TrainingStateSource | None = None
         self.pins: Pins | None = None
@@ -378,7 +380,7 @@ class Engine:
 
     def _steps_on_device(self) -> bool:
         """Whether every optimizer can make its steps on a device."""
-        return all(optimizer.recipe.tensors is not None for optimizer in self.optimizers)
+        return all(optimizer.steps_on_device for optimizer in self.optimizers)
 
     def _one_gives_way(self) -> bool:
         """Make room on the device; False where nothing can leave."""
@@ -392,6 +394,14 @@ class Engine:
         module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True)
         module.register_forward_hook(Leaving(self.hooks), with_kwargs=True, always_call=True)
         self.exchange.hook(module)
+        if isinstance(module, Tiled):
+            for whole in module.wholes().values():
+                pieces = whole.pieces() if whole.dim() == 2 else []
+                self._cut.update(id(one) for one in pieces if one.shape != whole.shape)
+
+    def is_cut(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is one of several tiles of a matrix."""
+        return id(parameter) in self._cut
 
     def follow(self, training: TrainingStateSource, step: int, *, resumed: bool) -> None:
         """Have a durable run, if this is one, commit what `training` captures; it lives with the engine."""

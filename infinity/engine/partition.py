@@ -9,7 +9,9 @@ import xxhash
 
 from infinity.device.device import Device
 from infinity.gradients.collectives import Collecting, CollectiveLane, Gathering
+from infinity.gradients.matrices import Orthogonalizing
 from infinity.lane.lane import StreamLane
+from infinity.lane.matrices import WholeMatrices
 from infinity.planning.layout import shard_of
 from infinity.planning.plan import Plan
 from infinity.planning.queue import Job
@@ -41,6 +43,14 @@ class Partition:
         gathering = Gathering(unit, job, self._lane, self._device)
         self.gathers.submit(gathering)
         return gathering
+
+    def orthogonalize(self, matrices: WholeMatrices) -> Orthogonalizing:
+        """See lane.matrices.MatrixOwners. Not on the lane of gradients: a pass that holds slots may wait for
+        theirs, and this waits for passes.
+        """
+        job = Orthogonalizing(matrices, self._lane)
+        self.gathers.submit(job)
+        return job
 
     def collect(
         self, record: Record, index: int, part: torch.Tensor, elements: range | None = None
@@ -75,7 +85,7 @@ class Partition:
     def nbytes(self) -> dict[str, int]:
         """Bytes exchanged, by kind of collective; see Stats."""
         counted = self.gathers.nbytes + self.reduces.nbytes
-        return {kind: counted[kind] for kind in ("gather", "reduce", "read")}
+        return {kind: counted[kind] for kind in ("gather", "reduce", "read", "orthogonalize")}
 
     def settle(self) -> None:
         """End the lanes of collectives, while everything that they use is still there."""

@@ -1,11 +1,13 @@
 """The passes that a step is made of: fetch a unit, update it, or do both on one walk over its record.
 
-On the CPU, `hi` is read straight into the memory of the unit, and updated and written from there.
+On the CPU, `hi` is read straight into the memory of the unit, and updated and written from there. Updates that
+need whole matrices take two walks: see matrices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -13,8 +15,10 @@ import torch
 from infinity import kernels
 from infinity.device.device import Device, Download
 from infinity.lane.base import Pass
+from infinity.lane.matrices import MOMENTUM, MatrixOwners, WholeMatrices
 from infinity.lane.passes import clear, piece_address
 from infinity.planning.layout import TilePiece, pieces, tiles
+from infinity.planning.queue import JobLane
 from infinity.records.record import Record
 from infinity.records.update_rules import UpdateSpan
 from infinity.records.updates import PendingUpdates, Update
@@ -121,9 +125,28 @@ class _UpdatingPass(_UnitPass):
         super().__init__(unit, device, tile_numel, flat)
         self.updates: dict[int, Update] = unit.pending
         self._pending, self._taken = unit.pending, False
-        self._updates_all = False
+        self._updates_all = self._steps_all = False
+        self._matrices: WholeMatrices | None = None
+        self._owners: MatrixOwners | None = None
         computes = compute_dtype(unit.record.schema)
         self._dtypes = {"grad16": KERNEL_DTYPE[computes], "grad32": KERNEL_DTYPE[torch.float32]}
+
+    def orthogonalize_by(self, owners: MatrixOwners | None) -> None:
+        """Have several ranks orthogonalize whole matrices; None for one rank. Before the pass is queued."""
+        self._owners = owners
+
+    def submitted(self, lane: JobLane) -> None:
+        """Find out which updates need whole matrices."""
+        super().submitted(lane)
+        if WholeMatrices.any(self.updates):
+            self._matrices = WholeMatrices(self.record, self.updates)
+            if self._owners is not None:
+                self._matrices.wait_for(self._owners.orthogonalize(self._matrices))
+
+    @property
+    def paused(self) -> bool:
+        """See QueuedPass."""
+        return self._matrices is not None and self._matrices.pauses(self.progress.open_tiles)
 
     @property
     def ready(self) -> bool:
@@ -156,8 +179,13 @@ class _UpdatingPass(_UnitPass):
         """Return the record's tiles, or all of it as one where it is updated in host memory."""
         self.adopts = frozenset(self.record.targets if self.updates else ())
         self._updates_all = len(self.updates) == len(self.record.shard.segments)
+        self._steps_all = self.record.fields == self._stepped(self.updates.values())
         filled = self._filled()
-        return tiles(filled, max(filled, self._tile_numel) if self._is_one_tile() else self._tile_numel)
+        ranges = tiles(filled, max(filled, self._tile_numel) if self._is_one_tile() else self._tile_numel)
+        if self._matrices is None:
+            return ranges
+        several = list(ranges)
+        return chain(self._matrices.first_walk(several), several)
 
     def _is_one_tile(self) -> bool:
         """Whether all parameters are updated in host memory, without slots or gaps that limit a tile."""
@@ -182,20 +210,52 @@ class _UpdatingPass(_UnitPass):
         return False
 
     def reads_and_writes(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
-        """All fields, and the spilled gradients; without an update in the tile, `_wanted_anyway`."""
-        record = self.record
+        """The fields that updates of the tile work on, and the spilled gradients; without an update in it,
+        `_wanted_anyway`.
+        """
+        record, matrices = self.record, self._matrices
+        if matrices is not None and matrices.admits_first():
+            return self._gathered_fields(matrices, start, stop)
         given = {"hi"} if self._hi_is_given() else set()
         if not self._changes(start, stop):
             names = [name for name in self._wanted_anyway() if name not in given]
             return [name for name in names if record.written(name, start)], tuple(self.adopts)
         if record.schema.derived and self._changes_all(start, stop):
             given.update(record.schema.derived)
-        reads = [name for name in record.fields if name not in given and record.written(name, start)]
-        spilled = {index: update.field for index, update in self.updates.items() if update.field}
+        fields = record.fields if self._steps_all else self._fields(start, stop)
+        if matrices is not None and matrices.was_walked(start):
+            given.update(self.adopts & {MOMENTUM})  # the first walk has left it there
+        reads = [name for name in fields if name not in given and record.written(name, start)]
+        apart = matrices.updates if matrices is not None else ()
+        spilled = {one: update.field for one, update in self.updates.items() if update.field and one not in apart}
         if spilled:
             here = {piece.index for piece in pieces(self.record.shard, start, stop)}
             reads += sorted({field for index, field in spilled.items() if index in here})
-        return reads, record.fields
+        return reads, fields
+
+    def _stepped(self, updates: Iterable[Update]) -> tuple[str, ...]:
+        """Return the fields of the record that the kernels of these updates work on."""
+        schema = self.record.schema
+        names = {name for recipe in {one.recipe.name: one.recipe for one in updates}.values()
+                 for name in recipe.stepped(schema)}
+        return tuple(name for name in self.record.fields if name in schema.weights or name in names)
+
+    def _fields(self, start: int, stop: int) -> tuple[str, ...]:
+        """Return the fields that updates of a tile work on, and those that go to their targets."""
+        here = (self.updates.get(piece.index) for piece in pieces(self.record.shard, start, stop))
+        stepped, adopts = self._stepped(one for one in here if one is not None), self.adopts
+        if self._matrices is not None and self._matrices.was_walked(start):
+            adopts -= {MOMENTUM}
+        return tuple(name for name in self.record.fields if name in stepped or name in adopts)
+
+    def _gathered_fields(
+        self, matrices: WholeMatrices, start: int, stop: int
+    ) -> tuple[Sequence[str], Sequence[str]]:
+        """Return what the first walk reads and writes of a tile: the momentum, and spilled gradients."""
+        here = {piece.index for piece in pieces(self.record.shard, start, stop)}
+        spilled = {one.field for index, one in matrices.updates.items() if index in here and one.field}
+        reads = [MOMENTUM] if self.record.written(MOMENTUM, start) else []
+        return [*reads, *sorted(spilled)], (MOMENTUM,)
 
     def _wanted_anyway(self) -> Iterable[str]:
         """Return the fields to read of a tile without updates: those that go to their targets."""
@@ -208,6 +268,26 @@ class _UpdatingPass(_UnitPass):
         if update is None or update.missed or update.after or not update.has_gradient:
             return False
         return (self.record.schema.dtype, self.record.schema.state_dtype) in update.recipe.summing
+
+    def process(self, start: int, stop: int, addresses: dict[str, int]) -> Sequence[Transfer] | None:
+        """Work on one tile of the first walk, or as the subclass does."""
+        if self._matrices is None or not self._matrices.works_on_first():
+            return self._process(start, stop, addresses)
+        if not self.record.written(MOMENTUM, start):
+            clear(self.record, addresses, MOMENTUM, stop - start)
+        for piece in pieces(self.record.shard, start, stop):
+            update = self._matrices.updates.get(piece.index)
+            if update is not None:
+                m = piece_address(self.record, addresses[MOMENTUM], piece.start, start, MOMENTUM)
+                zeros = _zeros(0 if update.has_gradient else piece.numel)
+                given = self._gradient(update, piece, start, addresses) or _address(zeros)
+                self._matrices.gather(piece, m, given)
+        return None
+
+    def _process(self, start: int, stop: int, addresses: dict[str, int]) -> Sequence[Transfer] | None:
+        """Work on one tile."""
+        self._apply_updates(start, stop, addresses)
+        return None
 
     def _apply_updates(self, start: int, stop: int, addresses: dict[str, int]) -> None:
         if not self._changes(start, stop):
@@ -231,25 +311,22 @@ class _UpdatingPass(_UnitPass):
             if name in addresses
         }
         step = update.recipe.kernels[self.record.schema.dtype, self.record.schema.state_dtype]
+        if self._matrices is not None and update.recipe.matrices is not None:
+            self._matrices.settle()
+            direction = self._matrices.parts[piece.index].data_ptr() + 2 * piece.within
+            scalars = update.recipe.matrices.of_shape(update.scalars, self._matrices.shape(piece.index))
+            step(UpdateSpan(piece.numel, state, direction, "bf16"), scalars)
+            return
         misses = update.missed or update.after or not update.has_gradient
-        zeros = torch.zeros(piece.numel if misses else 0, dtype=torch.bfloat16, device="cpu")
+        zeros = _zeros(piece.numel if misses else 0)
 
         def miss(steps: Iterable[tuple[Any, int]]) -> None:
             for scalars, key in steps:
-                of_zeros = zeros.data_ptr(), KERNEL_DTYPE[zeros.dtype]
-                step(UpdateSpan(piece.numel, state, *of_zeros, key, piece.element), scalars)
+                step(UpdateSpan(piece.numel, state, *_address(zeros), key, piece.element), scalars)
 
         miss(update.missed)
-        if update.tensor is not None:
-            update.arriving.wait()
-            gradient = update.tensor.data_ptr() + piece.within * update.tensor.element_size()
-            given = gradient, KERNEL_DTYPE[update.tensor.dtype]
-        elif update.field is not None:
-            given = (
-                piece_address(self.record, addresses[update.field], piece.start, start, update.field),
-                self._dtypes[update.field],
-            )
-        else:
+        given = self._gradient(update, piece, start, addresses)
+        if given is None:
             miss([(update.scalars, update.key)])
             return
         step(
@@ -257,10 +334,32 @@ class _UpdatingPass(_UnitPass):
         )
         miss(update.after)
 
+    def _gradient(
+        self, update: Update, piece: TilePiece, start: int, addresses: dict[str, int]
+    ) -> tuple[int, kernels.AnyGradientDtype] | None:
+        """Return where the gradient of a piece of a tile is, and its type; None for one of zeros."""
+        if update.tensor is not None:
+            update.arriving.wait()
+            return _address(update.tensor, piece.within)
+        if update.field is None:
+            return None
+        at = piece_address(self.record, addresses[update.field], piece.start, start, update.field)
+        return at, self._dtypes[update.field]
+
     def done_processing(self) -> None:
         """Drop the gradients."""
-        self.updates = {}
+        self.updates, self._matrices = {}, None
         super().done_processing()
+
+
+def _zeros(numel: int) -> torch.Tensor:
+    """Return a gradient of zeros."""
+    return torch.zeros(numel, dtype=torch.bfloat16, device="cpu")
+
+
+def _address(gradient: torch.Tensor, element: int = 0) -> tuple[int, kernels.AnyGradientDtype]:
+    """Return the address of an element of a gradient, and its type."""
+    return gradient.data_ptr() + element * gradient.element_size(), KERNEL_DTYPE[gradient.dtype]
 
 
 class FetchAndUpdatePass(_UpdatingPass):
@@ -274,7 +373,7 @@ class FetchAndUpdatePass(_UpdatingPass):
         """Return `hi` as well."""
         return dict.fromkeys(("hi", *self.adopts))
 
-    def process(self, start: int, stop: int, addresses: dict[str, int]) -> Sequence[Transfer] | None:
+    def _process(self, start: int, stop: int, addresses: dict[str, int]) -> Sequence[Transfer] | None:
         """Apply the updates, then upload."""
         self._apply_updates(start, stop, addresses)
         return self._upload(start, stop, addresses)
@@ -317,13 +416,14 @@ class UpdatePass(_UpdatingPass):
         """Update fields that are contiguous in host memory in one call, others tile by tile."""
         record = self.record
         whole = None if self._hi_is_given() or record.targets else record.addresses_in_host()
-        if whole is None or any(update.field for update in self.updates.values()):
+        spilled = any(update.field for update in self.updates.values())
+        if whole is None or spilled or self._matrices is not None:
             super().run_in_memory()
             return
         self._apply(0, record.shard.numel, whole)
         record.changed_in_host.update(whole)
 
-    def process(self, start: int, stop: int, addresses: dict[str, int]) -> None:
+    def _process(self, start: int, stop: int, addresses: dict[str, int]) -> None:
         """Apply the updates, to the values in the unit's memory if `hi` is given."""
         if self._hi_is_given() and "hi" in addresses:
             self._bring_hi(start, stop, addresses["hi"])

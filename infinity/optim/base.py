@@ -115,7 +115,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         try:
             for parameter in group:
                 engine = engine_for(parameter)
-                check_record(self.recipe, engine.parameters.unit_of(parameter)[0].record.schema, self.update)
+                check_record(self.recipe_in(self.param_groups[-1]), engine.parameters.unit_of(parameter)[0].record.schema, self.update)
                 self.mine[id(parameter)] = ParameterPlace(engine, len(self.mine), len(self.param_groups) - 1)
             if self._made:
                 self.take(group)
@@ -188,19 +188,19 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         """Add updates with gradients of zeros, of which there are many in each step: none is ever made."""
         known: dict[tuple[int, int], Any] = {}
         for parameter, unit, index in slices:
-            place = self.mine[id(parameter)]
+            place, recipe = self.mine[id(parameter)], self.recipe_of(parameter)
             _check_unused(unit)
             if id(parameter) not in self._begun or unit.record.in_files is not None:
                 self.make_room(place.engine, parameter)
             state = self.counts.setdefault(parameter, {})
             step = state["step"] = state.get("step", 0) + 1
             if (place.group, step) not in known:
-                known[place.group, step] = self.recipe.scalars(self.param_groups[place.group], step, clip)
+                known[place.group, step] = recipe.scalars(self.param_groups[place.group], step, clip)
             rounds = unit.record.schema.state_dtype != "fp32"
             key = kernels.state_key(self.seed, place.position, step) if rounds else 0
             before = unit.pending.get(index)
             if before is None:
-                unit.pending[index] = Update(known[place.group, step], None, None, key, recipe=self.recipe)
+                unit.pending[index] = Update(known[place.group, step], None, None, key, recipe=recipe)
             else:
                 unit.pending[index] = before.then_missed(known[place.group, step], key)
             self._decided.add(unit)
@@ -243,7 +243,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             if not unit.pending:
                 continue
             limit = MISSED_LIMIT - unit.index % max(1, MISSED_LIMIT // 4)  # not all in one step
-            if unit not in busy and all(one.misses < limit for one in unit.pending.values()):
+            if unit not in busy and all(one.may_miss and one.misses < limit for one in unit.pending.values()):
                 self._decided.add(unit)
             else:
                 self._engine(unit).residency.flush(unit)
@@ -274,13 +274,14 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         tensor = gradient.tensor if field is None else None
         holder = None if self._engine(gradient.unit).device.is_host else gradient
         there = field is None and gradient.on_device
-        return Update(scalars, tensor, field, key, gradient.arriving, missed, self.recipe, holder, there)
+        recipe = self.recipe_of(gradient.unit.parameters[gradient.index])
+        return Update(scalars, tensor, field, key, gradient.arriving, missed, recipe, holder, there)
 
     def _scalars(self, group: dict[str, Any], parameter: nn.Parameter, clip: float) -> tuple[Any, int]:
         """Count the parameter's step; return its scalars and the key of its random bits."""
         state = self.counts.setdefault(parameter, {})
         step = state.get("step", 0) + 1
-        scalars = self.recipe.scalars(group, step, clip)
+        scalars = self.recipe_of(parameter).scalars(group, step, clip)
         state["step"] = step
         return scalars, kernels.state_key(self.seed, self.mine[id(parameter)].position, step)
 
@@ -313,12 +314,14 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         check_current(self, "state_dict()")
         packed: dict[str, Any] = super().state_dict()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        check_room(self.recipe, [one for index, one in enumerate(parameters) if index in packed["state"]])
+        kept = [one for index, one in enumerate(parameters) if index in packed["state"]]
+        check_room([(self.recipe_of(one), one) for one in kept])
         for index, parameter in enumerate(parameters):
             if index in packed["state"]:  # a hook may leave state out
-                values = self.mine[id(parameter)].engine.parameters.read(parameter, list(self.recipe.state))
+                state = self.recipe_of(parameter).state
+                values = self.mine[id(parameter)].engine.parameters.read(parameter, list(state))
                 step = torch.tensor(float(self.counts[parameter]["step"]), device="cpu")
-                named = dict(zip(self.recipe.state.values(), values, strict=True))
+                named = dict(zip(state.values(), values, strict=True))
                 packed["state"][index] = {"step": step, **named}
         return joined_state(packed, [group["params"] for group in self.param_groups])
 
@@ -334,17 +337,16 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         by_number = dict(zip(numbers, parameters, strict=False))
         for group in state_dict["param_groups"]:
             check_group(type(self).__name__, self.defaults, group)
-        states = checked_states(self.recipe, state_dict["state"], by_number)
+        recipes = {number: self.recipe_of(one) for number, one in by_number.items()}
+        states = checked_states(recipes, state_dict["state"], by_number)
         steps = {number: {"step": int(state.get("step", 1))} for number, state in states.items()}
         super().load_state_dict({**state_dict, "state": steps})
         for number, state in states.items():
             parameter = by_number[number]
             engine = self.mine[id(parameter)].engine
             self.make_room(engine, parameter)
-            if self.recipe.state:
-                engine.parameters.write(
-                    parameter, {field: state[key] for field, key in self.recipe.state.items()}
-                )
+            if fields := recipes[number].state:
+                engine.parameters.write(parameter, {field: state[key] for field, key in fields.items()})
 
 
 def _in_pieces(group: dict[str, Any]) -> dict[str, Any]:

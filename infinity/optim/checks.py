@@ -55,17 +55,19 @@ def check_record(recipe: Recipe, schema: RecordSchema, update: str) -> None:
         )
 
 
-def check_room(recipe: Recipe, parameters: Sequence[torch.Tensor]) -> None:
-    """Check that fp32 copies of these parameters' state fit the machine's memory.
+def check_room(parameters: Sequence[tuple[Recipe, torch.Tensor]]) -> None:
+    """Check that fp32 copies of these parameters' state, each by its recipe, fit the machine's memory.
 
     Raises: HostMemoryError with both sizes.
     """
-    needed = sum(4 * len(recipe.state) * one.numel() for one in parameters)
+    needed = sum(4 * len(recipe.state) * one.numel() for recipe, one in parameters)
     check_available(needed, "optimizer.state_dict: the moments", "infinity.save streams them to files.")
 
 
 def checked_states(
-    recipe: Recipe, states: Mapping[int, Mapping[str, Any]], parameters: Mapping[int, torch.Tensor]
+    recipes: Mapping[int, Recipe],
+    states: Mapping[int, Mapping[str, Any]],
+    parameters: Mapping[int, torch.Tensor],
 ) -> dict[int, Mapping[str, Any]]:
     """Return those states of a state_dict, by parameter's number, that belong to `parameters` and have begun.
 
@@ -73,7 +75,7 @@ def checked_states(
     """
     found = {}
     for number, state in states.items():
-        keys = recipe.state.values()
+        keys = recipes[number].state.values() if number in recipes else ()
         if number not in parameters or any(state.get(key, number) is None for key in keys):
             continue  # torch's SGD has None as the momentum before the first step
         for key in keys:

@@ -78,7 +78,7 @@ class ParameterState(Mapping[str, Any]):
     def _names(self) -> list[str]:
         if self._parameter not in self._optimizer.counts:
             return []
-        return ["step", *self._optimizer.recipe.state.values()]
+        return ["step", *self._optimizer.recipe_of(self._parameter).state.values()]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -116,7 +116,7 @@ class ParameterState(Mapping[str, Any]):
         """Return the record's field of a name; None for "step"."""
         if name not in self:
             raise KeyError(f"{name!r}: expected one of {self._names or 'none, before the first step'}")
-        fields = {known: field for field, known in self._optimizer.recipe.state.items()}
+        fields = {known: field for field, known in self._optimizer.recipe_of(self._parameter).state.items()}
         return fields.get(name)
 
     def __repr__(self) -> str:

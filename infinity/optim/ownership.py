@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -83,6 +84,7 @@ class Owning:
     """
 
     recipe: Recipe
+    param_groups: list[dict[str, Any]]
     mine: dict[int, ParameterPlace]
     superseded: str
     _begun: set[int]
@@ -99,6 +101,20 @@ class Owning:
         self._rooms = {}
         self._applied: set[int] = set()
         self._made = False
+
+    def recipe_in(self, group: dict[str, Any]) -> Recipe:
+        """Return the update rule of a param group."""
+        del group
+        return self.recipe
+
+    def recipe_of(self, parameter: nn.Parameter) -> Recipe:
+        """Return the update rule of one of its parameters."""
+        return self.recipe_in(self.param_groups[self.mine[id(parameter)].group])
+
+    @property
+    def steps_on_device(self) -> bool:
+        """Whether it can make all of its steps on an accelerator."""
+        return all(self.recipe_in(group).tensors is not None for group in self.param_groups)
 
     @property
     def engines(self) -> list[Engine]:
@@ -123,7 +139,7 @@ class Owning:
         for engine in {self.mine[id(one)].engine for one in parameters}:
             ours = [one for one in trained if self.mine[id(one)].engine is engine]
             check_fits(engine, type(self).__name__, self._missing_nbytes(ours))
-            if self.recipe.tensors is None and engine.pins is not None:
+            if not self.steps_on_device and engine.pins is not None:
                 engine.pins.records_leave_for_good()
             self._make_own(engine, ours)
             self._add_all_fields(engine, ours)
@@ -143,7 +159,7 @@ class Owning:
         if self._rooms.get(id(parameter)) is record.fields:
             return
         self._make_own(engine, [parameter])
-        if any(name not in record for name in self.recipe.fields(record.schema)):
+        if any(name not in record for name in self.recipe_of(parameter).fields(record.schema)):
             self._add_fields(parameter)
         if id(parameter) not in self._begun:
             self._begun.add(id(parameter))
@@ -158,7 +174,7 @@ class Owning:
     def _missing(self, parameter: nn.Parameter) -> list[str]:
         """Return the fields of a parameter's state that its record does not have yet."""
         record = self.mine[id(parameter)].engine.parameters.unit_of(parameter)[0].record
-        return [name for name in self.recipe.fields(record.schema) if name not in record]
+        return [name for name in self.recipe_of(parameter).fields(record.schema) if name not in record]
 
     def _missing_nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
         """Return the bytes by which records grow for the state of these parameters."""
@@ -205,11 +221,11 @@ class Owning:
             engine.residency.flush(unit)  # of the earlier optimizer, by its recipe
         under_way = not engine.lane.settled(unit.record)
         if segment.numel and (
-            under_way or any(unit.record.written(name, start) for name in self.recipe.state)
+            under_way or any(unit.record.written(name, start) for name in self.recipe_of(parameter).state)
         ):
             zeros = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
-            if self.recipe.state:
-                engine.parameters.write(parameter, dict.fromkeys(self.recipe.state, zeros))
+            if names := self.recipe_of(parameter).state:
+                engine.parameters.write(parameter, dict.fromkeys(names, zeros))
 
 
 def _refuse_taken(optimizer: Owning, parameters: Iterable[nn.Parameter]) -> None:

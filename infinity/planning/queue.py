@@ -157,6 +157,11 @@ class QueuedPass(Job, ABC, Generic[_RecordT]):
         """See PassProgress."""
         return self.progress.slot_wait_s
 
+    @property
+    def paused(self) -> bool:
+        """Whether its next tile waits for its earlier ones, or for other ranks: others may go before it."""
+        return False
+
     def take_over(self) -> None:
         """Take the pending work that the pass was made for, when it is queued or run. Idempotent."""
 
@@ -234,11 +239,15 @@ class Queue(Generic[_PassT]):
         return jobs is None or all(job.done for job in jobs)
 
     def admissible(self) -> _PassT | None:
-        """Return the first waiting pass, unless an older pass over its record is unfinished."""
-        if not self.waiting:
-            return None
-        job = self.waiting[0]
-        return job if self.of_record[job.record][0] is job else None
+        """Return the first waiting pass, unless an older pass over its record is unfinished. Those that are
+        paused, and those behind them over the same record, are passed over: a slot that one of them held
+        might be what the ranks that it waits for need.
+        """
+        for job in self.waiting:
+            oldest = self.of_record[job.record][0]
+            if not oldest.paused:
+                return job if oldest is job else None
+        return None
 
     def next_tile(self) -> tuple[_PassT, tuple[int, int] | None] | None:
         """Return the admissible pass with its next tile, which is None for a pass without tiles; None where
@@ -249,7 +258,7 @@ class Queue(Generic[_PassT]):
             return None
         tile = job.progress.next_tile(job.tiles)
         if job.progress.is_last:
-            self.waiting.popleft()
+            self.waiting.remove(job)
         return job, tile
 
     def retire_if_over(self, job: _PassT) -> bool:

@@ -16,7 +16,9 @@ import torch
 from infinity import kernels
 from infinity.planning.layout import RecordSchema
 from infinity.records import tensor_steps
+from infinity.records.matrix_steps import MUON_RULE, MatrixRule, moves, muon_scalars
 from infinity.records.tensor_steps import TensorStep
+from infinity.records.weights import WEIGHTS
 
 CHUNK_NUMEL = 1 << 15
 """Elements that are split, stepped and joined at a time."""
@@ -63,6 +65,14 @@ class Recipe:
     """The step of fp32 masters, split or not, and fp32 moments, for records that live on an accelerator;
     None: such records stay where the kernels are.
     """
+    matrices: MatrixRule | None = None
+    """What it does with whole matrices before its kernels, which get the result in the place of the gradient,
+    and no state; None for an elementwise recipe. See [Note: the muon step] in matrix_steps.
+    """
+
+    def stepped(self, schema: RecordSchema) -> tuple[str, ...]:
+        """Return those of them that its kernels work on."""
+        return () if self.matrices is not None else self.fields(schema)
 
     def fields(self, schema: RecordSchema) -> tuple[str, ...]:
         """Return the fields of a record that hold its state, the scales of 8-bit moments included."""
@@ -177,3 +187,10 @@ ADAGRAD = Recipe(
     "Adagrad", {"v": "sum"}, _adagrad_scalars, _ADAGRAD_KERNELS, _SPLIT_ALONE, tensor_steps.adagrad
 )
 LION = Recipe("Lion", {"m": "exp_avg"}, _lion_scalars, _LION_KERNELS, _SPLIT_ALONE, tensor_steps.lion)
+MUON = Recipe(
+    "Muon",
+    {"m": "momentum_buffer"},
+    muon_scalars,
+    {(dtype, "fp32"): moves(weights) for dtype, weights in WEIGHTS.items()},
+    matrices=MUON_RULE,
+)

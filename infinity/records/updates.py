@@ -45,6 +45,13 @@ class Update:
         return self.tensor is not None or self.field is not None
 
     @property
+    def may_miss(self) -> bool:
+        """Whether steps with gradients of zeros may wait and be made together: not where each needs the whole
+        matrix that the one before has left.
+        """
+        return self.recipe.matrices is None
+
+    @property
     def misses(self) -> float:
         """Steps with gradients of zeros; infinity with a gradient in host memory, which may not wait."""
         if self.tensor is not None:

@@ -15,6 +15,7 @@ from infinity.device.device import Device, Download
 from infinity.errors import UnsupportedError
 from infinity.lane.fetch import FetchAndUpdatePass, FetchPass, UpdatePass
 from infinity.lane.lane import StreamLane
+from infinity.lane.matrices import MatrixOwners
 from infinity.planning.course import Course
 from infinity.planning.cursor import Cursor
 from infinity.planning.cycle import make_cycle
@@ -34,7 +35,7 @@ _LAYERS = 1 << 12
 """Announcements of a forward that are remembered for its backward."""
 
 
-class Assembler(Protocol):
+class Assembler(MatrixOwners, Protocol):
     """What several ranks do together for a unit that is fetched."""
 
     def assemble(self, unit: Unit, job: Job) -> Job:
@@ -413,8 +414,12 @@ class UnitResidency(Residency[Unit, UpdatePass]):
             return self._update_on_device(unit)
         if self._device_updates is not None:
             bring_down(unit, self._device)
-        make = FetchAndUpdatePass if unit.pending else FetchPass
-        job = make(unit, self._device, unit.record.tile_numel)
+        job: FetchPass | FetchAndUpdatePass
+        if unit.pending:
+            job = FetchAndUpdatePass(unit, self._device, unit.record.tile_numel)
+            job.orthogonalize_by(self._assembler)
+        else:
+            job = FetchPass(unit, self._device, unit.record.tile_numel)
         self._lane.submit(job, urgent=urgent)
         return job if self._assembler is None else self._assembler.assemble(unit, job)
 
@@ -424,10 +429,15 @@ class UnitResidency(Residency[Unit, UpdatePass]):
     def _make_update(self, unit: Unit, *, resident: bool) -> UpdatePass:
         if self._device_updates is not None:
             bring_down(unit, self._device)
-        job = UpdatePass(unit, self._device, unit.record.tile_numel)
+        job = self._update_pass(unit)
         values, self._values = self._values, None
         if values is not None:
             job.start_from_copy(values)
+        return job
+
+    def _update_pass(self, unit: Unit) -> UpdatePass:
+        job = UpdatePass(unit, self._device, unit.record.tile_numel)
+        job.orthogonalize_by(self._assembler)
         return job
 
     def _lend(self, unit: Unit, job: UpdatePass) -> None:
@@ -464,7 +474,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
             return
         if self._device_updates is not None:
             bring_down(unit, self._device)
-        self._lane.submit(UpdatePass(unit, self._device, unit.record.tile_numel))
+        self._lane.submit(self._update_pass(unit))
 
     def changed(self, unit: Unit) -> None:
         """Take a unit off the device whose values are about to be replaced in its record.

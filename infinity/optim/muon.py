@@ -1,0 +1,222 @@
+"""Muon: matrices of hidden layers move along their orthogonalized momentum, all else is AdamW's.
+
+[Note: which parameters are Muon's]
+torch.optim.Muon takes matrices alone, and leaves the rest to a second optimizer. Here one optimizer has both,
+by param groups, as in Muon's authors' code and in DeepSpeed: a group with use_muon=False is stepped by AdamW,
+with AdamW's options and their defaults. Embeddings and the output layer are matrices, but tables of vectors,
+and everybody gives them to AdamW: `muon_groups` makes such groups of a model.
+
+A parameter of more than two dimensions whose model keeps experts in it is a stack: each of its matrices is
+orthogonalized by itself, so that slices of a stack give the bits of the whole. A weight that is cut into tiles
+is no matrix any more, and a step would see its tiles as matrices of their own: it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.errors import UnsupportedError
+from infinity.optim.base import OffloadedOptimizer
+from infinity.optim.optimizers import When
+from infinity.optim.ownership import engine_for
+from infinity.records import update_rules as recipes
+from infinity.records.update_rules import Recipe
+from infinity.tiling import Whole
+from infinity.units.optimizer_options import settle
+
+_ADAMW: Mapping[str, Any] = MappingProxyType(
+    {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+)
+_MUONS_ALONE = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_STACK = 3
+
+
+class Muon(OffloadedOptimizer):
+    """Muon as torch.optim.Muon, and AdamW for the param groups with use_muon=False.
+
+    params: matrices, or stacks of them [..., rows, columns], or param groups; see `muon_groups`. lr,
+    weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as torch.optim.Muon, per
+    group too. A group with use_muon=False has AdamW's options instead, with AdamW's defaults (lr=1e-3,
+    betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2), whatever Muon's are. max_norm, update, seed: as AdamW.
+
+    Beside the budget, a step takes 10 bytes per element of one matrix while that is orthogonalized, as an
+    operator takes its intermediate values.
+
+    Raises: ValueError for settings out of range, for parameters that were not built in Init, and for those
+    that are no matrix, by name; UnsupportedError for weights that are cut into tiles.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,  # noqa: FBT001, FBT002 - as torch has it
+        ns_coefficients: tuple[float, float, float] = _COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        max_norm: float | None = None,
+        update: When = "forward",
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        settle(Muon, None, options, params)
+        self._kinds: list[bool] = []
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "use_muon": True,
+        }
+        super().__init__(params, defaults, recipes.MUON, max_norm=max_norm, update=update, seed=seed)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters: to be stepped by AdamW where the group says use_muon=False.
+
+        Raises: as OffloadedOptimizer; ValueError for options of the other of the two, and, by name, for a
+        parameter that is no matrix; UnsupportedError for a weight that is cut into tiles.
+        """
+        uses_muon = bool(param_group.get("use_muon", True))
+        others = ("betas",) if uses_muon else _MUONS_ALONE
+        wrong = [name for name in others if name in param_group]
+        if wrong:
+            kind = "Muon" if uses_muon else "AdamW"
+            raise ValueError(
+                f"a param group with use_muon={uses_muon} has {', '.join(wrong)}, which {kind} has not: leave "
+                "it out, or give the parameters to the other kind of group"
+            )
+        group = {**({} if uses_muon else _ADAMW), **param_group, "use_muon": uses_muon}
+        if uses_muon:
+            group["params"] = _checked(group["params"])
+        self._kinds.append(uses_muon)
+        try:
+            super().add_param_group(group)
+        except BaseException:
+            self._kinds.pop()
+            raise
+
+    def recipe_in(self, group: dict[str, Any]) -> Recipe:
+        """Return Muon's update rule, or AdamW's."""
+        return self.recipe if group["use_muon"] else recipes.ADAMW
+
+    def recipe_of(self, parameter: nn.Parameter) -> Recipe:
+        """Return the update rule of one of its parameters.
+
+        Raises: UnsupportedError where use_muon of its group was changed: its state is that of the other rule.
+        """
+        number = self.mine[id(parameter)].group
+        if bool(self.param_groups[number]["use_muon"]) is not self._kinds[number]:
+            raise UnsupportedError(
+                f"use_muon of param group {number} was {self._kinds[number]} when its parameters were added, "
+                "and the state in their records is that rule's. Make a new optimizer to change it."
+            )
+        return super().recipe_of(parameter)
+
+
+def _checked(given: Any) -> list[Any]:
+    """Return the parameters of one of Muon's groups.
+
+    Raises: see Muon.add_param_group.
+    """
+    params = [given] if isinstance(given, torch.Tensor) else list(given)
+    for one in params:
+        _check_matrix(one[1] if isinstance(one, tuple) else one)
+    return params
+
+
+def _check_matrix(parameter: Any) -> None:
+    if isinstance(parameter, Whole):
+        pieces = parameter.pieces()
+        if tuple(pieces[0].shape) == tuple(parameter.shape) or parameter.dim() >= _STACK:
+            return
+        raise _cut(f"a weight of shape {tuple(parameter.shape)}")
+    if not isinstance(parameter, torch.Tensor):
+        return  # torch says so
+    engine = engine_for(parameter)  # type: ignore[arg-type]
+    name, shape = engine.parameters.name_of(parameter), tuple(parameter.shape)  # type: ignore[arg-type]
+    if parameter.dim() not in (2, _STACK):
+        raise ValueError(
+            f"{name}: Muon takes matrices, and stacks of them, but this parameter has the shape {shape}. Give "
+            'it to AdamW: in a param group with "use_muon": False; infinity.muon_groups(model) makes such '
+            "groups"
+        )
+    if engine.is_cut(parameter):
+        raise _cut(name)
+
+
+def _cut(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name}: Muon needs the whole matrix, and this one is cut into tiles, each a parameter of its own, "
+        "which would be orthogonalized by itself. Leave the layer out of tiling, or, of an embedding or an "
+        'output layer, give it to AdamW: a param group with "use_muon": False'
+    )
+
+
+def muon_groups(
+    model: nn.Module, adamw: Mapping[str, Any] | None = None, **muon: Any
+) -> list[dict[str, Any]]:
+    """Return a model's trained parameters as param groups for Muon: matrices of hidden layers, and the rest.
+
+    AdamW gets what is no matrix, or stack of matrices, what an nn.Embedding has, the output layer (what
+    get_output_embeddings() returns, and whatever is called lm_head, or output or head at the top), what is
+    tied to either, and weights that are cut into tiles. A parameter with an attribute use_muon, as DeepSpeed
+    marks them, goes where that says. adamw, muon: options of the two groups.
+
+        optimizer = infinity.Muon(infinity.muon_groups(model, {"lr": 3e-4}, lr=0.02))
+
+    Raises: ValueError where the model has no trained parameter.
+    """
+    tables = _tables(model)
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            groups[_is_muons(parameter, tables)].append(parameter)
+    if not groups[True] and not groups[False]:
+        raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient")
+    made = [
+        {"params": groups[True], "use_muon": True, **muon},
+        {"params": groups[False], "use_muon": False, **(adamw or {})},
+    ]
+    return [group for group in made if group["params"]]
+
+
+_OUTPUTS = ("lm_head", "embed_out")
+_OUTPUTS_AT_TOP = ("output", "head", "classifier", "score")
+
+
+def _tables(model: nn.Module) -> set[int]:
+    """Return the id() of each parameter of embeddings, of the output layer, and of biases: those of a stack of
+    experts have two dimensions.
+    """
+    outputs = getattr(model, "get_output_embeddings", lambda: None)()
+    found = set()
+    for name, module in model.named_modules():
+        found |= {id(one) for key, one in module.named_parameters(recurse=False) if "bias" in key}
+        last = name.rpartition(".")[2]
+        is_table = isinstance(module, nn.Embedding) or module is outputs or name in _OUTPUTS_AT_TOP
+        if is_table or last in _OUTPUTS or type(module).__name__.endswith("Embedding"):
+            found |= {id(one) for one in module.parameters()}
+    return found
+
+
+def _is_muons(parameter: nn.Parameter, tables: set[int]) -> bool:
+    marked = getattr(parameter, "use_muon", None)
+    if marked is not None:
+        return bool(marked)
+    if parameter.dim() not in (2, _STACK) or id(parameter) in tables:
+        return False
+    return not engine_for(parameter).is_cut(parameter)
