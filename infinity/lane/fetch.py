@@ -20,7 +20,7 @@ from infinity.lane.passes import clear, piece_address
 from infinity.planning.layout import TilePiece, pieces, tiles
 from infinity.planning.queue import JobLane
 from infinity.records.record import Record
-from infinity.records.update_rules import UpdateSpan
+from infinity.records.update_rules import Recipe, UpdateSpan
 from infinity.records.updates import PendingUpdates, Update
 from infinity.records.weights import KERNEL_DTYPE, compute_dtype
 from infinity.sizes import round_up
@@ -179,7 +179,8 @@ class _UpdatingPass(_UnitPass):
         """Return the record's tiles, or all of it as one where it is updated in host memory."""
         self.adopts = frozenset(self.record.targets if self.updates else ())
         self._updates_all = len(self.updates) == len(self.record.shard.segments)
-        self._steps_all = self.record.fields == self._stepped(self.updates.values())
+        recipes = {one.recipe.name: one.recipe for one in self.updates.values()}
+        self._steps_all = all(self._stepped(one) == self.record.fields for one in recipes.values())
         filled = self._filled()
         ranges = tiles(filled, max(filled, self._tile_numel) if self._is_one_tile() else self._tile_numel)
         if self._matrices is None:
@@ -233,17 +234,16 @@ class _UpdatingPass(_UnitPass):
             reads += sorted({field for index, field in spilled.items() if index in here})
         return reads, fields
 
-    def _stepped(self, updates: Iterable[Update]) -> tuple[str, ...]:
-        """Return the fields of the record that the kernels of these updates work on."""
-        schema = self.record.schema
-        names = {name for recipe in {one.recipe.name: one.recipe for one in updates}.values()
-                 for name in recipe.stepped(schema)}
-        return tuple(name for name in self.record.fields if name in schema.weights or name in names)
+    def _stepped(self, recipe: Recipe) -> tuple[str, ...]:
+        """Return the fields of the record that the kernels of a recipe work on."""
+        names = {*self.record.schema.weights, *recipe.stepped(self.record.schema)}
+        return tuple(name for name in self.record.fields if name in names)
 
     def _fields(self, start: int, stop: int) -> tuple[str, ...]:
         """Return the fields that updates of a tile work on, and those that go to their targets."""
         here = (self.updates.get(piece.index) for piece in pieces(self.record.shard, start, stop))
-        stepped, adopts = self._stepped(one for one in here if one is not None), self.adopts
+        stepped = {name for one in here if one is not None for name in self._stepped(one.recipe)}
+        adopts = self.adopts
         if self._matrices is not None and self._matrices.was_walked(start):
             adopts -= {MOMENTUM}
         return tuple(name for name in self.record.fields if name in stepped or name in adopts)

@@ -6,6 +6,7 @@ scalar tensor, `step` is this step's count, and `group` a param group with torch
 stored as 0x7FC00000. torch.optim's own steps fuse multiplications with additions, so they round differently.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -59,3 +60,35 @@ def lion_step(p: Tensor, m: Tensor, grad: Tensor, clip: Tensor, group: dict[str,
     m.copy_(m * f32(beta2) + f32(1 - beta2) * g)
     canonical_(p)
     canonical_(m)
+
+
+def muon_step(p: Tensor, m: Tensor, grad: Tensor, clip: Tensor, group: dict[str, Any]) -> None:
+    """Apply a step of Muon to a matrix, or to each of a stack of them [..., rows, columns], with the very
+    operations of torch.optim.Muon: here the bits are torch's own, on the same number of threads.
+    """
+    if p.dim() > 2:  # noqa: PLR2004 - of a matrix
+        for one in zip(p, m, grad, strict=True):
+            muon_step(*one, clip, group)
+        return
+    lr, momentum, (rows, columns) = float(group["lr"]), group["momentum"], p.shape
+    g = grad.float() * clip
+    m.lerp_(g, 1 - momentum)
+    direction = _newton_schulz(g.lerp(m, momentum) if group["nesterov"] else m, group)
+    ratio = math.sqrt(max(1, rows / columns))
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        ratio = 0.2 * math.sqrt(max(rows, columns))
+    p.mul_(1 - lr * group["weight_decay"])
+    p.add_(direction, alpha=-(lr * ratio))
+
+
+def _newton_schulz(matrix: Tensor, group: dict[str, Any]) -> Tensor:
+    """Orthogonalize a matrix, roughly, in bf16 (Jordan et al., "Muon", 2024)."""
+    a, b, c = group["ns_coefficients"]
+    is_tall = matrix.size(0) > matrix.size(1)
+    x = matrix.to(torch.bfloat16, copy=True)
+    x = x.T if is_tall else x
+    x.div_(x.norm().clamp(min=group["eps"]))
+    for _ in range(group["ns_steps"]):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x

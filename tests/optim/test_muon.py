@@ -1,0 +1,426 @@
+"""Muon over offloaded matrices: the bits of torch.optim.Muon, at any budget, and what it refuses.
+
+Real training on a real disk. Trusted: torch.optim.Muon for fp32; for 16 bits the plain step, which is compared
+with torch's here; the reference recipe's AdamW for all other parameters.
+"""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+import models
+from covers import matrix
+from infinity import reference, tiling
+from infinity.engine.engine import engine_of_model
+from infinity.errors import UnsupportedError
+from infinity.reference import recipe
+from infinity.reference.steps import muon_step
+
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
+
+MUON = {"lr": 2e-2, "weight_decay": 0.1}
+ADAMW = {"lr": 1e-2, "weight_decay": 0.2}
+KNOBS = {"momentum": 0.95, "nesterov": True, "ns_coefficients": (3.4445, -4.7750, 2.0315)}
+KNOBS |= {"eps": 1e-7, "ns_steps": 5, "adjust_lr_fn": None}
+BETAS = {"betas": (0.9, 0.999), "eps": 1e-8}
+LAYERS = 24
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Net(nn.Module):
+    """Matrices that are wide, tall and larger than a tile, each beside a bias; a stack of them; a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(40, 60)
+        self.up = nn.Linear(60, 211)
+        self.down = nn.Linear(211, 60)
+        self.norm = nn.LayerNorm(60)
+        self.stack = nn.Parameter(torch.randn(3, 60, 40) / 8)
+        self.head = nn.Linear(40, 40, bias=False)
+
+    def forward(self, ids):
+        hidden = self.embedding(ids)
+        hidden = hidden + self.down(torch.tanh(self.up(hidden)))
+        return self.head(torch.einsum("btd,edf->btf", self.norm(hidden), self.stack))
+
+
+def built(dtype="fp32", **init):
+    torch.manual_seed(0)
+    if not init:
+        return reference.prepare(Net(), DTYPES[dtype])
+    with infinity.Init(dtype=dtype, **init):
+        return Net()
+
+
+class Plain:
+    """Muon and AdamW in memory, on a prepared model. muons: names of the parameters that are Muon's."""
+
+    def __init__(self, model, muons, muon=MUON, adamw=ADAMW, clip=None):
+        self.model, self.muons, self.clip = model, muons, clip
+        self.muon, self.adamw = {**KNOBS, **muon}, {**BETAS, **adamw}
+        self.count = dict.fromkeys((name for name, _ in model.named_parameters()), 0)
+        self.masters = {
+            name: recipe._adopt(one, one.dtype) if one.requires_grad else one
+            for name, one in model.named_parameters()
+        }
+        self.state = {name: (torch.zeros_like(one), torch.zeros_like(one)) for name, one in self.masters.items()}
+
+    @torch.no_grad()
+    def step(self):
+        total = 0.0
+        factor = torch.ones(())
+        given = {n: one for n, one in self.model.named_parameters() if one.grad is not None}
+        if self.clip is not None:
+            total = sum(recipe.sum_squares(recipe._stored(one)[0]) for one in given.values())
+            norm = torch.tensor(total, dtype=torch.float64).sqrt().float()
+            factor = torch.clamp(torch.tensor(self.clip) / (norm + 1e-6), max=1.0)
+        for name, one in given.items():
+            grad, scale = recipe._stored(one)
+            m, v = self.state[name]
+            self.count[name] += 1
+            master = self.masters[name]
+            recipe._take_edits(one, master)
+            if name in self.muons:
+                muon_step(master, m, grad, scale * factor, self.muon)
+            else:
+                reference.adamw_step(master, m, v, grad, scale * factor, self.count[name], self.adamw)
+            one.copy_(reference.rounded(master, one.dtype))
+
+    def zero_grad(self):
+        for one in self.model.parameters():
+            one.grad = None
+
+
+MUONS = {"up.weight", "down.weight", "stack"}
+
+
+def groups_of(model, muons=MUONS, muon=MUON, adamw=ADAMW):
+    named = dict(model.named_parameters())
+    return [
+        {"params": [one for name, one in named.items() if name in muons], **muon},
+        {"params": [one for name, one in named.items() if name not in muons], "use_muon": False, **adamw},
+    ]
+
+
+def ids_of(number):
+    return torch.randint(0, 40, (2, 5), generator=torch.Generator().manual_seed(number))
+
+
+def backward(model, number):
+    loss = model(ids_of(number)).float().square().mean()
+    loss.backward()
+    return loss.item()
+
+
+def train(model, optimizer, steps, first=0, accumulate=1, after=lambda _step: None):
+    losses = []
+    for step in range(first, first + steps):
+        losses += [backward(model, 10 * step + micro) for micro in range(accumulate)]
+        optimizer.step()
+        optimizer.zero_grad()
+        after(step)
+    return losses
+
+
+def assert_same(model, optimizer, plain):
+    engine, named = engine_of_model(model), dict(model.named_parameters())
+    weights, expected = model.state_dict(), plain.model.state_dict()
+    assert [name for name in expected if not torch.equal(weights[name], expected[name])] == []
+    for name, one in named.items():
+        assert torch.equal(engine.parameters.read(one, ["master"])[0], plain.masters[name]), name
+        if name in plain.muons:
+            assert set(optimizer.state[one]) == {"step", "momentum_buffer"}
+            assert torch.equal(optimizer.state[one]["momentum_buffer"], plain.state[name][0]), name
+        else:
+            assert torch.equal(optimizer.state[one]["exp_avg_sq"], plain.state[name][1]), name
+
+
+def test_the_plain_step_has_torchs_bits():
+    for shape in ((60, 211), (211, 60), (7, 7)):
+        values, grads = torch.randn(shape), torch.randn(3, *shape)
+        for options in ({}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}):
+            theirs, ours = nn.Parameter(values.clone()), values.clone()
+            optimizer, m = torch.optim.Muon([theirs], **MUON, **options), torch.zeros(shape)
+            for grad in grads:
+                theirs.grad = grad.clone()
+                optimizer.step()
+                muon_step(ours, m, grad, torch.ones(()), {**KNOBS, **MUON, **options})
+            assert torch.equal(ours, theirs)
+            assert torch.equal(m, optimizer.state[theirs]["momentum_buffer"])
+
+
+@pytest.mark.parametrize(*matrix(memory=["192KiB", "64MiB"], update=["forward", "backward"]))
+def test_training_in_fp32_has_the_bits_of_torchs_muon(folder, memory, update):
+    muons = MUONS - {"stack"}  # which torch does not take
+    ours, plain = built(nvme=folder, host_memory=memory), built()
+    optimizer = infinity.Muon(groups_of(ours, muons), update=update)
+    theirs = torch.optim.Muon([one for name, one in plain.named_parameters() if name in muons], **MUON)
+    rest = [one for name, one in plain.named_parameters() if name not in muons]
+    beside = reference.ReferenceAdamW(rest, **ADAMW)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (optimizer, theirs, beside)]
+    for step in range(4):
+        assert backward(ours, step) == backward(plain, step)
+        for one in (optimizer, theirs, beside):
+            one.step()
+            one.zero_grad()
+        for schedule in schedules:
+            schedule.step()
+    found = ours.state_dict()
+    assert [name for name, one in plain.state_dict().items() if not torch.equal(one, found[name])] == []
+    momenta = [theirs.state[one]["momentum_buffer"] for one in theirs.param_groups[0]["params"]]
+    for one, expected in zip(optimizer.param_groups[0]["params"], momenta, strict=True):
+        assert torch.equal(optimizer.state[one]["momentum_buffer"], expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*no loss scaling")
+@pytest.mark.parametrize(
+    *matrix(
+        dtype=["bf16", "fp16", "fp32"],
+        memory=["192KiB", "448KiB", "64MiB"],
+        accumulate={"1 backward": 1, "2 backwards": 2},
+        clip={"whole": None, "clipped": 0.05},
+        options={"plain": {}, "odd": {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "momentum": 0.5}},
+    )
+)
+def test_training_equals_the_plain_steps(folder, dtype, memory, accumulate, clip, options):
+    ours, plain = built(dtype, nvme=folder, host_memory=memory), built(dtype)
+    muon = {**MUON, **options}
+    optimizer = infinity.Muon(groups_of(ours, muon=muon), max_norm=clip)
+    theirs = Plain(plain, MUONS, muon, clip=clip)
+    assert train(ours, optimizer, 3, accumulate=accumulate) == train(plain, theirs, 3, accumulate=accumulate)
+    assert_same(ours, optimizer, theirs)
+
+
+def test_a_tile_that_holds_a_bias_too_is_read_again_when_the_momentum_is_written(folder):
+    with infinity.Init(nvme=folder, host_memory="2MiB", dtype="fp32"):
+        ours = nn.ModuleList(nn.Linear(20, 50) for _ in range(LAYERS))
+    engine = engine_of_model(ours)
+    record = engine.units[0].record
+    assert record.tile_numel >= record.shard.segments[1].stop
+    optimizer = infinity.Muon(groups_of(ours, {name for name, _ in ours.named_parameters() if "weight" in name}))
+    plain = copy.deepcopy(ours.state_dict())
+    mine = nn.ModuleList(nn.Linear(20, 50) for _ in range(LAYERS))
+    mine.load_state_dict(plain)
+    theirs = Plain(reference.prepare(mine, torch.float32), {f"{n}.weight" for n in range(LAYERS)})
+    for step in range(3):
+        x = torch.full((2, 20), 0.1 * (step + 1))
+        for model, one in ((ours, optimizer), (mine, theirs)):
+            sum(layer(x).square().sum() for layer in model).backward()
+            one.step()
+            one.zero_grad()
+    assert not record.all_in_host
+    assert_same(ours, optimizer, theirs)
+
+
+@pytest.mark.parametrize("memory", ["192KiB", "64MiB"])
+def test_checkpoints_and_state_dicts_carry_the_momentum(folder, tmp_path, memory):
+    init = {"nvme": folder, "host_memory": memory}
+    model = built(**init)
+    optimizer = infinity.Muon(groups_of(model))
+    train(model, optimizer, 2)
+    infinity.save(model, optimizer, tmp_path / "saved")
+    packed = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    expected = train(model, optimizer, 2, first=2)
+    again = built(**init)
+    loaded = infinity.Muon(groups_of(again, muon={"lr": 5.0}))
+    infinity.load(again, loaded, tmp_path / "saved")
+    assert loaded.param_groups[0]["lr"] == MUON["lr"]
+    assert train(again, loaded, 2, first=2) == expected
+    again.load_state_dict(packed[0])
+    loaded.load_state_dict(packed[1])
+    assert train(again, loaded, 2, first=2) == expected
+    other = built(**init)
+    with pytest.raises(infinity.CheckpointError, match=r"state of infinity\.Muon, but .*AdamW"):
+        infinity.load(other, infinity.AdamW(other.parameters()), tmp_path / "saved")
+    swapped = infinity.Muon(groups_of(other, {"up.weight"}))
+    with pytest.raises(infinity.CheckpointError):
+        infinity.load(other, swapped, tmp_path / "saved")
+
+
+def test_a_durable_run_resumes_with_the_momentum(folder):
+    init = {"nvme": folder, "host_memory": "192KiB", "durable": True}
+    model = built(**init)
+    optimizer = infinity.Muon(groups_of(model))
+    infinity.resume(model, optimizer)
+    train(model, optimizer, 2)
+    infinity.commit(model)
+    expected = train(model, optimizer, 2, first=2)
+    engine_of_model(model).lane.drain()
+    del model, optimizer
+    gc.collect()
+    again = built(**init)
+    loaded = infinity.Muon(groups_of(again))
+    step = infinity.resume(again, loaded)
+    assert train(again, loaded, 4 - step, first=step) == expected[step - 2 :]
+
+
+def test_a_state_dict_of_torchs_muon_is_taken(folder):
+    plain = nn.Linear(8, 12, bias=False)
+    theirs = torch.optim.Muon(plain.parameters())
+    plain(torch.ones(2, 8)).sum().backward()
+    theirs.step()
+    with infinity.Init(nvme=folder, host_memory="1MiB", dtype="fp32"):
+        layer = nn.Linear(8, 12, bias=False)
+    optimizer = infinity.Muon(layer.parameters())
+    packed = theirs.state_dict()
+    packed["param_groups"][0]["use_muon"] = True
+    optimizer.load_state_dict(packed)
+    found = optimizer.state[layer.weight]["momentum_buffer"]
+    assert torch.equal(found, theirs.state[plain.weight]["momentum_buffer"])
+
+
+@pytest.mark.parametrize(("memory", "update"), [("640KiB", "forward"), ("640KiB", "backward"), ("64MiB", "forward")])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_slices_of_experts_have_the_bits_of_their_stack(folder, name, memory, update):
+    with infinity.Init(nvme=folder, host_memory=memory):
+        ours = models.of_experts(name)
+    plain = models.prepared_of_experts(name)
+    groups = infinity.muon_groups(ours, ADAMW, **MUON)
+    optimizer = infinity.Muon(groups, update=update)
+    muons = {id(one) for one in groups[0]["params"]}
+    whole = {name: {id(one) in muons for one in pieces} for name, pieces in models.named_wholes(ours)}
+    assert all(len(kinds) == 1 for kinds in whole.values())
+    names = {name for name, kinds in whole.items() if kinds == {True}}
+    assert any("experts" in one for one in names)
+    assert not any("bias" in one or "embed" in one or "lm_head" in one or "norm" in one for one in names)
+    theirs = Plain(plain, names)
+    for step in range(4):
+        ids = torch.randint(0, 64, (1, 4), generator=torch.Generator().manual_seed(step))
+        losses = []
+        for model, one in ((ours, optimizer), (plain, theirs)):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            one.step()
+            one.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    found = ours.state_dict()
+    assert [n for n, one in plain.state_dict().items() if not torch.equal(one, found[n])] == []
+    assert any(".experts.tiles." in unit.name for unit in engine_of_model(ours).units)
+
+
+def test_gradients_of_zeros_and_none_do_what_they_do_in_torch(folder):
+    ours, plain = built(nvme=folder, host_memory="192KiB"), built()
+    optimizer, theirs = infinity.Muon(groups_of(ours)), Plain(plain, MUONS)
+    for step in range(5):
+        for model, one in ((ours, optimizer), (plain, theirs)):
+            if step == 2:
+                model.down.weight.requires_grad_(False)
+            if step == 4:
+                model.down.weight.requires_grad_(True)
+            if step != 1:
+                backward(model, step)
+            one.step()
+            if one is optimizer and step == 0:
+                one.zero_grad(set_to_none=False)
+            elif step == 0:
+                for parameter in model.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+            else:
+                one.zero_grad()
+            with torch.no_grad():
+                model(ids_of(90))
+    assert_same(ours, optimizer, theirs)
+
+
+def test_what_muon_cannot_do_is_refused_by_name(folder):
+    ours = built(nvme=folder, host_memory="1MiB")
+    with pytest.raises(ValueError, match=r"up\.bias: Muon takes matrices.*\(211,\).*use_muon.*muon_groups"):
+        infinity.Muon(ours.parameters())
+    with pytest.raises(ValueError, match=r"use_muon=False has momentum, nesterov"):
+        infinity.Muon([{"params": ours.parameters(), "use_muon": False, "momentum": 0.9, "nesterov": True}])
+    with pytest.raises(ValueError, match=r"use_muon=True has betas"):
+        infinity.Muon([{"params": [ours.up.weight], "betas": (0.9, 0.99)}])
+    for options, says in (
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"ns_steps": 100}, "ns_steps=100"),
+        ({"adjust_lr_fn": "mine"}, "adjust_lr_fn='mine'"),
+        ({"ns_coefficients": (1.0, 2.0)}, "three numbers"),
+        ({"max_norm": 1.0, "update": "backward"}, "max_norm needs"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            infinity.Muon([ours.up.weight], **options)
+    with pytest.raises(TypeError, match="has no option 'foreach'"):
+        infinity.Muon([ours.up.weight], foreach=True)
+    optimizer = infinity.Muon(groups_of(ours))
+    backward(ours, 0)
+    optimizer.param_groups[0]["use_muon"] = False
+    with pytest.raises(UnsupportedError, match="use_muon of param group 0 was True"):
+        optimizer.step()
+    with infinity.Init(nvme=folder, host_memory="1MiB", state_dtype="int8"):
+        layer = nn.Linear(8, 8, bias=False)
+    with pytest.raises(UnsupportedError, match=r"Muon keeps its state in fp32.*state_dtype='int8'"):
+        infinity.Muon(layer.parameters())
+
+
+def test_tiles_of_a_matrix_are_refused_and_go_to_adamw(folder):
+    with infinity.Init(nvme=folder, host_memory="4MiB"):
+        model = nn.Sequential(nn.Embedding(40, 64), nn.Linear(64, 96), nn.Linear(96, 32))
+        tiling.tile_(model, above=8192)
+    weight = next(name for name, _ in model.named_parameters() if name.startswith("1.tiles"))
+    with pytest.raises(UnsupportedError, match=rf"{weight}: .*cut into tiles.*Leave the layer out of tiling"):
+        infinity.Muon([one for one in model.parameters() if one.dim() == 2])
+    with pytest.raises(UnsupportedError, match=r"shape \(96, 64\): .*cut into tiles"):
+        infinity.Muon([model[1].weight])
+    muon, adamw = infinity.muon_groups(model)
+    assert [tuple(one.shape) for one in muon["params"]] == [(32, 96)]
+    assert len(adamw["params"]) == len(list(model.parameters())) - 1
+    infinity.Muon([muon, adamw])
+
+
+def test_blocks_of_an_embeddings_rows_are_adamws(folder):
+    with infinity.Init(nvme=folder, host_memory="8MiB"):
+        model = nn.Sequential(nn.Embedding(70000, 64), nn.Linear(64, 64, bias=False))
+    assert len([one for one in engine_of_model(model).units if ".tiles." in one.name]) > 1
+    with pytest.raises(UnsupportedError, match="cut into tiles"):
+        infinity.Muon(model.parameters())
+    with pytest.raises(UnsupportedError, match=r"shape \(70000, 64\)"):
+        infinity.Muon([model[0].weight])
+    muon, adamw = infinity.muon_groups(model)
+    assert [tuple(one.shape) for one in muon["params"]] == [(64, 64)]
+    optimizer = infinity.Muon([muon, adamw])
+    model(torch.arange(9)).float().square().sum().backward()
+    optimizer.step()
+    assert optimizer.state_dict()["state"][1]["exp_avg"].shape == (70000, 64)
+
+
+def test_groups_leave_tied_output_layers_and_marked_parameters_out(folder):
+    with infinity.Init(nvme=folder, host_memory="8MiB"):
+        model = models.MODELS["gpt2"]()
+    muon, adamw = infinity.muon_groups(model, {"lr": 1e-3}, lr=1e-2, ns_steps=4)
+    assert {tuple(one.shape) for one in muon["params"]} == {(32, 96), (32, 32), (32, 128), (128, 32)}
+    assert (muon["lr"], muon["ns_steps"], adamw["lr"], adamw["use_muon"]) == (1e-2, 4, 1e-3, False)
+    muon["params"][0].use_muon = False
+    assert len(infinity.muon_groups(model)[0]["params"]) == len(muon["params"]) - 1
+
+
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_a_step_moves_18_bytes_a_parameter(folder, update):
+    with infinity.Init(nvme=folder, host_memory="4MiB"):
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
+    optimizer = infinity.Muon(model.parameters(), update=update)
+    x = torch.randn(4, 256, dtype=torch.bfloat16)
+
+    def step():
+        model(x).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    engine = engine_of_model(model)
+    engine.lane.drain()
+    before = infinity.stats(model)
+    for _ in range(2):
+        step()
+    engine.lane.drain()
+    done = infinity.stats(model).since(before)
+    numel = sum(one.numel() for one in model.parameters())
+    moved = (done.nvme_read_nbytes + done.nvme_written_nbytes) / numel / 2
+    assert 4 < moved <= 18.5
+    assert all("v" not in unit.record for unit in engine.units)
