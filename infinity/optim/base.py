@@ -239,7 +239,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         """Apply updates of earlier steps that are still pending; but see [Note: missed steps]."""
         busy = {gradient.unit for gradient in gradients if gradient.form is not Form.ZERO}
         decided, self._decided = self._decided, set()
-        for unit in decided:
+        for unit in sorted(decided, key=lambda one: one.index):  # ranks may orthogonalize, in one order
             if not unit.pending:
                 continue
             limit = MISSED_LIMIT - unit.index % max(1, MISSED_LIMIT // 4)  # not all in one step

@@ -46,10 +46,19 @@ EXACT = [
     "overflow",
     "overflow on nvme",
     "deepspeed",
+    "muon",
+    "muon clipped",
+    "muon fp32",
+    "muon backward",
+    "muon of experts",
+    "muon stage 2",
+    "nvme muon",
+    "nvme muon backward",
     "mesh",
     "grid",
 ]
 FEW = ["llama", "gpt2", "mixtral", "max_norm", "no_sync", "frozen", "nvme", "nvme accumulated", "stage 1"]
+FEW += ["muon", "nvme muon"]
 CHOSEN = ["chosen", "chosen, checkpointed", "chosen, nvme", "chosen, stage 1", "chosen, stage 2"]
 OTHERS = [
     "chosen",
@@ -85,6 +94,7 @@ CASES = {
 BY_DEFAULT = {
     *("mixtral", "no_sync", "frozen", "nvme accumulated", "stage 1", "stage 2 backward", "a head in fp32"),
     *("experts", "edited", "overflow on nvme", "deepspeed", "mesh", "joined llama", *OTHERS),
+    *("muon of experts", "nvme muon backward"),
 }
 """Of those on two ranks: every mechanism once; each launch of more ranks, and the other cases, are slow."""
 

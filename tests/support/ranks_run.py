@@ -50,6 +50,7 @@ from ranks_layers import (
     rounds,
     seeds,
 )
+from ranks_muon import muon_cases
 from scaling import Beside
 
 WIDE = {
@@ -484,6 +485,7 @@ CASES = {
     "partitioned": lambda: partitioned(host_memory="64MiB"),
     "partitioned nvme": lambda: partitioned(offload_activations="nvme", **NVME),
     **CHOSEN,
+    **muon_cases(build_reference),
     "different ways": different_ways,
     "alone": alone,
     "dropped": dropped,
