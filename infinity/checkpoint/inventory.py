@@ -13,7 +13,7 @@ from infinity.engine.engine import Engine, engine_of, engine_of_model
 from infinity.errors import UnsupportedError
 from infinity.optim.base import OffloadedOptimizer
 from infinity.optim.ownership import check_current
-from infinity.planning.layout import STATE_BLOCK, RecordSchema, Segment
+from infinity.planning.layout import STATE_BLOCK, Segment
 from infinity.storage.manifest import MASTER, TensorSpec
 from infinity.tensors import name_of_dtype
 from infinity.units.unit import Unit

@@ -71,13 +71,15 @@ HONOURED = {
     "gradient_accumulation_steps": ("count", "backwards per step; sums are fp32"),
     "managed_gradient_accumulation": ("switch", "false: every step() is an update"),
     "gradient_clipping": ("number", "global norm, in fp32, inside the update; 0 for none"),
-    "optimizer.type": ("text", "Adam, AdamW, SGD, Adagrad, Lion: infinity's of that name"),
+    "optimizer.type": ("text", "Adam, AdamW, SGD, Adagrad, Lion, Muon: infinity's of that name"),
     "optimizer.params.lr": ("number", "learning rate"),
     "optimizer.params.betas": ("betas", "of the moments"),
     "optimizer.params.eps": ("number", "of the update"),
     "optimizer.params.weight_decay": ("number", "decoupled; of Adam without adam_w_mode, SGD, Adagrad: L2"),
     "optimizer.params.adam_w_mode": ("switch", "false: infinity.Adam, whose decay is L2"),
-    "optimizer.params.momentum": ("number", "of SGD"),
+    "optimizer.params.momentum": ("number", "of SGD, Muon"),
+    "optimizer.params.muon_lr": ("number", "of Muon's matrices, before lr"),
+    "optimizer.params.adam_lr": ("number", "of what AdamW steps beside Muon, before lr"),
     "optimizer.params.dampening": ("number", "of SGD's momentum"),
     "optimizer.params.nesterov": ("switch", "of SGD's momentum"),
     "optimizer.params.lr_decay": ("number", "of Adagrad"),
@@ -172,7 +174,8 @@ UNNECESSARY = {
     _ZERO + "override_module_apply": ("switch", "module.apply works inside Init as it is"),
     _ZERO + "log_trace_cache_warnings": ("switch", "infinity.stats counts divergences from the plan"),
     _ZERO + "enable_sanity_checks": ("switch", "every completion and every record is checked"),
-    _ZERO + "save_muon_momentum_buffer_in_memory": ("switch", "Muon is not supported"),
+    _ZERO + "save_muon_momentum_buffer_in_memory": ("switch", _PLACED),
+    "optimizer.params.ns_method": ("text", "Newton-Schulz in the operations of torch.optim.Muon"),
     **_all("aio.", "block_size queue_depth thread_count intra_op_parallelism", "size", _MEASURED),
     "aio.single_submit": ("switch", "requests are submitted as the kernel takes them best"),
     "aio.overlap_events": ("switch", "submitting and completing always overlap"),
@@ -215,8 +218,7 @@ UNNECESSARY = {
 
 _OTHER_OPTIMIZERS = """
 comm_backend_name cuda_aware freeze_step var_freeze_step var_update_scaler local_step_scaler
-local_step_clipper max_coeff min_coeff coeff_beta factor_max factor_min factor_threshold muon_lr adam_lr
-ns_method
+local_step_clipper max_coeff min_coeff coeff_beta factor_max factor_min factor_threshold
 """
 _IN_16_BITS = "weights and gradients move in 16 bits; leave it out"
 UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...], str]] = {
@@ -226,6 +228,7 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "torch_autocast.enabled": ("switch", (False,), "torch.autocast around the forward"),
     "torch_autocast.dtype": ("text", ("bfloat16", "bf16"), "torch.autocast around the forward"),
     "torch_autocast.lower_precision_safe_modules": ("anything", ([],), "torch.autocast around the forward"),
+    "optimizer.params.per_head_muon": ("switch", (False,), "matrices are orthogonalized whole; leave it out"),
     "optimizer.params.bias_correction": ("switch", (True,), "always corrected; leave it out"),
     "optimizer.params.fp32_optimizer_states": ("switch", (True,), 'Config(state_dtype="bf16")'),
     "data_types.param_dtype": ("text", ("bf16", "bfloat16"), '"bf16": {"enabled": true}'),

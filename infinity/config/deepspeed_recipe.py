@@ -22,6 +22,15 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "SGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
         "Adagrad": {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-10},
         "Lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0},
+        "Muon": {
+            "lr": None,
+            "muon_lr": None,
+            "adam_lr": None,
+            "momentum": 0.95,
+            "weight_decay": 0.0,
+            "betas": (0.9, 0.95),
+            "eps": 1e-10,
+        },
     }
 )
 """The options of each optimizer, with DeepSpeed's defaults, or torch's."""
@@ -56,6 +65,19 @@ def chosen(given: Mapping[str, Any]) -> Chosen | None:
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
     return Chosen(kind, options)
+
+
+def halves_of_muon(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the options of "Muon" say to Muon, and to the AdamW beside it: "muon_lr" and "adam_lr" go
+    before "lr", and that before DeepSpeed's defaults.
+    """
+    rates = {
+        half: next(rate for rate in (options[f"{half}_lr"], options["lr"], default) if rate is not None)
+        for half, default in (("muon", 0.02), ("adam", 3e-4))
+    }
+    decay = {"weight_decay": options["weight_decay"]}
+    muon = {"lr": rates["muon"], "momentum": options["momentum"], **decay}
+    return muon, {"lr": rates["adam"], "betas": options["betas"], "eps": options["eps"], **decay}
 
 
 def foreign_options(given: Mapping[str, Any]) -> Iterator[str]:

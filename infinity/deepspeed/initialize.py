@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from infinity.config.deepspeed_recipe import OPTIONS
+from infinity.config.deepspeed_recipe import OPTIONS, halves_of_muon
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.launch import Settings, init_distributed, rank, ranks, settings_of
 from infinity.deepspeed.schedules import make_schedule
@@ -27,6 +27,7 @@ from infinity.engine.engine import engine_of_model
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.optim import optimizers
 from infinity.optim.base import OffloadedOptimizer
+from infinity.optim.muon import MUONS, Muon, split_groups
 from infinity.sequences.loader import SequenceParallelLoader
 from infinity.sequences.warmup import SequenceWarmup
 from infinity.sizes import format_size
@@ -144,6 +145,9 @@ def _optimizer(
     if optimizer is None:
         if settings.optimizer is None:
             return None, None
+        if settings.optimizer.kind == Muon.__name__:
+            groups = split_groups(model, chosen, *halves_of_muon(settings.optimizer.options))
+            return Muon(groups, update=_update(settings)), None
         kind = getattr(optimizers, settings.optimizer.kind)
         return kind(chosen, **settings.optimizer.options, update=_update(settings)), None
     if not isinstance(optimizer, Optimizer):
@@ -171,12 +175,12 @@ def _in_place_of(optimizer: Optimizer) -> Any:
     kind = type(optimizer)
     if kind is torch.optim.Adam and not any(group["weight_decay"] for group in optimizer.param_groups):
         return optimizers.AdamW  # the same arithmetic, for every state_dtype
-    for ours in (optimizers.AdamW, optimizers.Adam, optimizers.SGD, optimizers.Adagrad):
-        if kind is getattr(torch.optim, ours.__name__):
+    for ours in (optimizers.AdamW, optimizers.Adam, optimizers.SGD, optimizers.Adagrad, Muon):
+        if kind is getattr(torch.optim, ours.__name__, None):  # Muon since torch 2.9
             return ours
     raise UnsupportedError(
-        f"{kind.__module__}.{kind.__name__} cannot be replaced: give torch's AdamW, Adam, SGD or Adagrad, or "
-        "one of infinity's"
+        f"{kind.__module__}.{kind.__name__} cannot be replaced: give torch's AdamW, Adam, SGD, Adagrad or "
+        "Muon, or one of infinity's"
     )
 
 
@@ -189,7 +193,8 @@ def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
         for name in _NOT_OURS:
             if group.get(name):
                 raise UnsupportedError(f"{kind.__name__}({name}=True) is not supported")
-    kept = ("params", "initial_lr", *OPTIONS[kind.__name__], "initial_accumulator_value")
+    own = MUONS if kind.__name__ == Muon.__name__ else OPTIONS[kind.__name__]
+    kept = ("params", "initial_lr", *own, "initial_accumulator_value")
     groups = [{name: group[name] for name in kept if name in group} for group in optimizer.param_groups]
     for group in groups:
         group["lr"] = float(group["lr"])

@@ -1,7 +1,7 @@
 """The passes that a step is made of: fetch a unit, update it, or do both on one walk over its record.
 
-On the CPU, `hi` is read straight into the memory of the unit, and updated and written from there. Updates that
-need whole matrices take two walks: see matrices.
+On the CPU, `hi` is read straight into the memory of the unit, and updated and written from there. Updates
+that need whole matrices take two walks: see matrices.
 """
 
 from __future__ import annotations
@@ -228,7 +228,9 @@ class _UpdatingPass(_UnitPass):
             given.update(self.adopts & {MOMENTUM})  # the first walk has left it there
         reads = [name for name in fields if name not in given and record.written(name, start)]
         apart = matrices.updates if matrices is not None else ()
-        spilled = {one: update.field for one, update in self.updates.items() if update.field and one not in apart}
+        spilled = {
+            one: update.field for one, update in self.updates.items() if update.field and one not in apart
+        }
         if spilled:
             here = {piece.index for piece in pieces(self.record.shard, start, stop)}
             reads += sorted({field for index, field in spilled.items() if index in here})

@@ -9,9 +9,9 @@ second walk reads and writes the weights, with the result in the place of the gr
 the first walk computes. Nothing is moved twice: 8 bytes for the momentum, 8 for the weights.
 
 A tile may hold momentum of other updates beside that of a matrix, such as a bias's: it is read again by the
-second walk, which then begins when all the writes of the first are over. With several ranks it begins when the
-ranks have orthogonalized: each rank has a part of the matrix. Until then the pass is paused, and holds no slot:
-see `Queue.admissible`.
+second walk, which then begins when all the writes of the first are over. With several ranks it begins when
+the ranks have orthogonalized: each rank has a part of the matrix. Until then the pass is paused, and holds no
+slot: see `Queue.admissible`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from infinity.planning.layout import TilePiece, pieces
 from infinity.planning.queue import Job
 from infinity.records.record import Record
 from infinity.records.updates import Update
-
 
 MOMENTUM = "m"
 """The field of a record that the first walk works on."""
@@ -156,11 +155,11 @@ class WholeMatrices:
         rule = self.updates[index].recipe.matrices
         if rule is not None:
             if torch.get_num_threads() != self._threads:
-                torch.set_num_threads(self._threads)  # this thread has its own number, and results depend on it
+                torch.set_num_threads(
+                    self._threads
+                )  # this thread has its own number, and results depend on it
             rule.orthogonalize(stack, self.updates[index].scalars)
 
     def take(self, index: int, part: Tensor) -> None:
         """Take this rank's part of the directions of a parameter."""
         self.parts[index] = part
-
-

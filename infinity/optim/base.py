@@ -115,7 +115,11 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         try:
             for parameter in group:
                 engine = engine_for(parameter)
-                check_record(self.recipe_in(self.param_groups[-1]), engine.parameters.unit_of(parameter)[0].record.schema, self.update)
+                check_record(
+                    self.recipe_in(self.param_groups[-1]),
+                    engine.parameters.unit_of(parameter)[0].record.schema,
+                    self.update,
+                )
                 self.mine[id(parameter)] = ParameterPlace(engine, len(self.mine), len(self.param_groups) - 1)
             if self._made:
                 self.take(group)

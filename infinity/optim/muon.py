@@ -2,18 +2,18 @@
 
 [Note: which parameters are Muon's]
 torch.optim.Muon takes matrices alone, and leaves the rest to a second optimizer. Here one optimizer has both,
-by param groups, as in Muon's authors' code and in DeepSpeed: a group with use_muon=False is stepped by AdamW,
-with AdamW's options and their defaults. Embeddings and the output layer are matrices, but tables of vectors,
-and everybody gives them to AdamW: `muon_groups` makes such groups of a model.
+by param groups, as in the code of Muon's authors and in DeepSpeed: a group with use_muon=False is stepped by
+AdamW, with AdamW's options and their defaults. Embeddings and the output layer are matrices, but tables of
+vectors, and everybody gives them to AdamW: `muon_groups` makes such groups of a model.
 
-A parameter of more than two dimensions whose model keeps experts in it is a stack: each of its matrices is
-orthogonalized by itself, so that slices of a stack give the bits of the whole. A weight that is cut into tiles
-is no matrix any more, and a step would see its tiles as matrices of their own: it is refused.
+A parameter of three dimensions is a stack of experts: each of its matrices is orthogonalized by itself, so
+that slices of a stack give the bits of the whole. A weight that is cut into tiles is no matrix any more, and
+a step would see its tiles as matrices of their own: it is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -33,6 +33,8 @@ _ADAMW: Mapping[str, Any] = MappingProxyType(
     {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 )
 _MUONS_ALONE = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
+MUONS = (*_MUONS_ALONE, "lr", "weight_decay", "eps")
+"""The options of one of Muon's groups."""
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STACK = 3
 
@@ -40,7 +42,7 @@ _STACK = 3
 class Muon(OffloadedOptimizer):
     """Muon as torch.optim.Muon, and AdamW for the param groups with use_muon=False.
 
-    params: matrices, or stacks of them [..., rows, columns], or param groups; see `muon_groups`. lr,
+    params: matrices, or stacks of them [experts, rows, columns], or param groups; see `muon_groups`. lr,
     weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as torch.optim.Muon, per
     group too. A group with use_muon=False has AdamW's options instead, with AdamW's defaults (lr=1e-3,
     betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2), whatever Muon's are. max_norm, update, seed: as AdamW.
@@ -96,8 +98,8 @@ class Muon(OffloadedOptimizer):
         if wrong:
             kind = "Muon" if uses_muon else "AdamW"
             raise ValueError(
-                f"a param group with use_muon={uses_muon} has {', '.join(wrong)}, which {kind} has not: leave "
-                "it out, or give the parameters to the other kind of group"
+                f"a param group with use_muon={uses_muon} has {', '.join(wrong)}, which {kind} has not: "
+                "leave it out, or give the parameters to the other kind of group"
             )
         group = {**({} if uses_muon else _ADAMW), **param_group, "use_muon": uses_muon}
         if uses_muon:
@@ -113,7 +115,7 @@ class Muon(OffloadedOptimizer):
         """Return Muon's update rule, or AdamW's."""
         return self.recipe if group["use_muon"] else recipes.ADAMW
 
-    def recipe_of(self, parameter: nn.Parameter) -> Recipe:
+    def recipe_of(self, parameter: torch.Tensor) -> Recipe:
         """Return the update rule of one of its parameters.
 
         Raises: UnsupportedError where use_muon of its group was changed: its state is that of the other rule.
@@ -150,9 +152,9 @@ def _check_matrix(parameter: Any) -> None:
     name, shape = engine.parameters.name_of(parameter), tuple(parameter.shape)  # type: ignore[arg-type]
     if parameter.dim() not in (2, _STACK):
         raise ValueError(
-            f"{name}: Muon takes matrices, and stacks of them, but this parameter has the shape {shape}. Give "
-            'it to AdamW: in a param group with "use_muon": False; infinity.muon_groups(model) makes such '
-            "groups"
+            f"{name}: Muon takes matrices, and stacks of them, but this parameter has the shape {shape}. "
+            'Give it to AdamW: in a param group with "use_muon": False; infinity.muon_groups(model) makes '
+            "such groups"
         )
     if engine.is_cut(parameter):
         raise _cut(name)
@@ -173,25 +175,37 @@ def muon_groups(
 
     AdamW gets what is no matrix, or stack of matrices, what an nn.Embedding has, the output layer (what
     get_output_embeddings() returns, and whatever is called lm_head, or output or head at the top), what is
-    tied to either, and weights that are cut into tiles. A parameter with an attribute use_muon, as DeepSpeed
-    marks them, goes where that says. adamw, muon: options of the two groups.
+    tied to either, biases, and weights that are cut into tiles. A parameter with an attribute use_muon, as
+    DeepSpeed marks them, goes where that says. adamw, muon: options of the two groups.
 
         optimizer = infinity.Muon(infinity.muon_groups(model, {"lr": 3e-4}, lr=0.02))
 
     Raises: ValueError where the model has no trained parameter.
     """
-    tables = _tables(model)
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            groups[_is_muons(parameter, tables)].append(parameter)
-    if not groups[True] and not groups[False]:
+    groups = split_groups(model, list(model.parameters()), muon, adamw or {})
+    if not groups:
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient")
-    made = [
-        {"params": groups[True], "use_muon": True, **muon},
-        {"params": groups[False], "use_muon": False, **(adamw or {})},
-    ]
-    return [group for group in made if group["params"]]
+    return groups
+
+
+def split_groups(
+    model: nn.Module, params: Sequence[Any], muon: Mapping[str, Any], adamw: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return parameters, or param groups, of a model as param groups for Muon, as `muon_groups` does: each
+    given group in two, which keep those of its options that they have.
+    """
+    tables, made = _tables(model), []
+    given = params if params and isinstance(params[0], dict) else [{"params": list(params)}]
+    for group in given:
+        of_group = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        trained = [one for one in of_group if one.requires_grad]
+        for uses_muon, options in ((True, muon), (False, adamw)):
+            names = {"lr", *(MUONS if uses_muon else _ADAMW)}
+            own = {name: value for name, value in group.items() if name in names}
+            half = [one for one in trained if _is_muons(one, tables) is uses_muon]
+            if half:
+                made.append({"params": half, "use_muon": uses_muon, **options, **own})
+    return made
 
 
 _OUTPUTS = ("lm_head", "embed_out")
@@ -199,8 +213,8 @@ _OUTPUTS_AT_TOP = ("output", "head", "classifier", "score")
 
 
 def _tables(model: nn.Module) -> set[int]:
-    """Return the id() of each parameter of embeddings, of the output layer, and of biases: those of a stack of
-    experts have two dimensions.
+    """Return the id() of each parameter of embeddings, of the output layer, and of biases: those of a stack
+    of experts have two dimensions.
     """
     outputs = getattr(model, "get_output_embeddings", lambda: None)()
     found = set()
@@ -213,9 +227,9 @@ def _tables(model: nn.Module) -> set[int]:
     return found
 
 
-def _is_muons(parameter: nn.Parameter, tables: set[int]) -> bool:
+def _is_muons(parameter: Any, tables: set[int]) -> bool:
     marked = getattr(parameter, "use_muon", None)
-    if marked is not None:
+    if isinstance(marked, bool):
         return bool(marked)
     if parameter.dim() not in (2, _STACK) or id(parameter) in tables:
         return False

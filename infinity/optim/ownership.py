@@ -107,7 +107,7 @@ class Owning:
         del group
         return self.recipe
 
-    def recipe_of(self, parameter: nn.Parameter) -> Recipe:
+    def recipe_of(self, parameter: torch.Tensor) -> Recipe:
         """Return the update rule of one of its parameters."""
         return self.recipe_in(self.param_groups[self.mine[id(parameter)].group])
 

@@ -131,8 +131,8 @@ def orthogonalize(stack: Tensor, scalars: MuonScalars) -> None:
 
 def orthogonalized(matrix: Tensor, scalars: MuonScalars) -> Tensor:
     """Return U V^T, roughly, of a matrix in bf16 whose singular value decomposition is U S V^T, by a quintic
-    Newton-Schulz iteration (Jordan et al., "Muon", 2024), in the operations of torch.optim.Muon. It overwrites the
-    matrix.
+    Newton-Schulz iteration (Jordan et al., "Muon", 2024), in the operations of torch.optim.Muon. It
+    overwrites the matrix.
     """
     a, b, c = scalars.ns_coefficients
     is_tall = matrix.size(0) > matrix.size(1)

@@ -66,7 +66,7 @@ def muon_step(p: Tensor, m: Tensor, grad: Tensor, clip: Tensor, group: dict[str,
     """Apply a step of Muon to a matrix, or to each of a stack of them [..., rows, columns], with the very
     operations of torch.optim.Muon: here the bits are torch's own, on the same number of threads.
     """
-    if p.dim() > 2:  # noqa: PLR2004 - of a matrix
+    if p.dim() > 2:
         for one in zip(p, m, grad, strict=True):
             muon_step(*one, clip, group)
         return

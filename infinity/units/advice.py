@@ -21,7 +21,7 @@ from infinity.units.tracking import Tracking
 
 _ELEMENTWISE = frozenset({"Adadelta", "Adamax", "RAdam", "RMSprop", "Rprop"})
 """Classes of torch.optim that infinity.wrap_optimizer takes."""
-_OURS = ("AdamW", "Adam", "SGD", "Adagrad", "Lion")
+_OURS = ("AdamW", "Adam", "SGD", "Adagrad", "Lion", "Muon")
 _AVERAGE = re.compile(r"EMA|Ema(?![a-z])|Averag")
 _NEAR = 20
 """Frames of the stack in which a class whose name speaks of an average is taken for what wants the values."""

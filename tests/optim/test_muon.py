@@ -1,7 +1,7 @@
 """Muon over offloaded matrices: the bits of torch.optim.Muon, at any budget, and what it refuses.
 
-Real training on a real disk. Trusted: torch.optim.Muon for fp32; for 16 bits the plain step, which is compared
-with torch's here; the reference recipe's AdamW for all other parameters.
+Real training on a real disk. Trusted: torch.optim.Muon for fp32; for 16 bits the plain step, which is
+compared with torch's here; the reference recipe's AdamW for all other parameters.
 """
 
 import copy
@@ -158,7 +158,9 @@ def test_a_tile_that_holds_a_bias_too_is_read_again_when_the_momentum_is_written
     engine = engine_of_model(ours)
     record = engine.units[0].record
     assert record.tile_numel >= record.shard.segments[1].stop
-    optimizer = infinity.Muon(groups_of(ours, {name for name, _ in ours.named_parameters() if "weight" in name}))
+    optimizer = infinity.Muon(
+        groups_of(ours, {name for name, _ in ours.named_parameters() if "weight" in name})
+    )
     plain = copy.deepcopy(ours.state_dict())
     mine = nn.ModuleList(nn.Linear(20, 50) for _ in range(LAYERS))
     mine.load_state_dict(plain)

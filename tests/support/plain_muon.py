@@ -24,7 +24,9 @@ class PlainMuon:
             name: recipe._adopt(one, one.dtype) if one.requires_grad else one
             for name, one in model.named_parameters()
         }
-        self.state = {name: (torch.zeros_like(one), torch.zeros_like(one)) for name, one in self.masters.items()}
+        self.state = {
+            name: (torch.zeros_like(one), torch.zeros_like(one)) for name, one in self.masters.items()
+        }
 
     @torch.no_grad()
     def step(self):
