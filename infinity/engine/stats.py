@@ -104,7 +104,7 @@ class Stats:
     """
     exchanged_nbytes: dict[str, int] = field(default_factory=dict, metadata=_TOTAL)
     """Bytes that the ranks exchanged, of what was exchanged as a whole: units to "gather", gradients to
-    "reduce", parameters to "read" by state_dict and the like.
+    "reduce", parameters to "read" by state_dict and the like, matrices of Muon's to "orthogonalize".
     """
     placement_revisions: int = field(default=0, metadata=_TOTAL)
     """How often it was decided anew which fields lie in host memory, and something moved."""

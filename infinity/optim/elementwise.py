@@ -4,7 +4,7 @@
 An optimizer that treats every element by itself gives the same bits for a whole parameter as for its parts.
 This is tested before a class is accepted: three steps on random values, whole and cut. A record has room for
 a step count and at most two tensors of the parameter's shape; classes with other scalars (NAdam, ASGD), more
-tensors, or sums over rows (Adafactor, Muon) are refused by name.
+tensors, or sums over rows (Adafactor) are refused by name, and so is Muon, which has a class of its own.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ class _OptimizerKind:
         Raises: see wrap_optimizer.
         """
         self._kind, self._options = kind, options
+        if kind is getattr(torch.optim, "Muon", None):
+            raise UnsupportedError("Muon is not elementwise: infinity.Muon takes its arguments")
         made = kind([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **options)
         plain = {"foreach": False, "fused": False}
         self.defaults = {name: plain.get(name, value) for name, value in made.defaults.items()}

@@ -168,6 +168,23 @@ def test_the_optimizer_that_the_file_names_is_made_with_its_options(folder, opti
     assert engine.get_mom() == [ours.param_groups[0].get("betas", ours.param_groups[0].get("momentum"))]
 
 
+def test_a_file_that_names_muon_gives_it_the_matrices_and_adamw_the_rest(folder):
+    params = {"lr": 0.1, "muon_lr": 0.05, "weight_decay": 0.01, "ns_method": "standard", "eps": 1e-9}
+    config = configuration(folder, optimizer={"type": "Muon", "params": params}, gradient_clipping=0)
+    engine, ours, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)
+    assert type(ours) is infinity.Muon
+    muon, adamw = ours.param_groups
+    assert (muon["use_muon"], muon["lr"], muon["momentum"], muon["weight_decay"]) == (True, 0.05, 0.95, 0.01)
+    assert (adamw["use_muon"], adamw["lr"], adamw["betas"], adamw["eps"]) == (False, 0.1, (0.9, 0.95), 1e-9)
+    names = {id(one): name for name, one in engine.module.named_parameters()}
+    assert all(names[id(one)].endswith("_proj.weight") for one in muon["params"])
+    assert len(muon["params"]) + len(adamw["params"]) == len(names)
+    run(engine, 2)
+    config = configuration(folder, optimizer={"type": "Muon", "params": {"per_head_muon": True}})
+    with pytest.raises(ConfigError, match=r"per_head_muon = true: not supported .*orthogonalized whole"):
+        llama(config)
+
+
 def test_an_option_of_another_optimizer_is_refused_by_name(folder):
     config = configuration(folder, optimizer={"type": "Lion", "params": {"eps": 1e-8}})
     with pytest.raises(
@@ -182,6 +199,7 @@ def test_an_option_of_another_optimizer_is_refused_by_name(folder):
         (lambda p: torch.optim.Adam(p, weight_decay=0.1), "Adam"),
         (torch.optim.Adam, "AdamW"),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True), "SGD"),
+        (lambda p: torch.optim.Muon([one for one in p if one.dim() == 2], ns_steps=4), "Muon"),
     ],
 )
 def test_ours_takes_the_place_of_torchs(folder, make, kind):

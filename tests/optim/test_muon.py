@@ -4,6 +4,7 @@ Real training on a real disk. Trusted: torch.optim.Muon for fp32; for 16 bits th
 compared with torch's here; the reference recipe's AdamW for all other parameters.
 """
 
+import contextlib
 import copy
 import gc
 
@@ -15,10 +16,13 @@ import infinity
 import models
 from covers import matrix
 from infinity import reference, tiling
+from infinity.device.device import AcceleratorDevice
+from infinity.engine import engine as engine_module
 from infinity.engine.engine import engine_of_model
 from infinity.errors import UnsupportedError
 from infinity.reference.steps import muon_step
 from plain_muon import ADAMW, KNOBS, MUON, PlainMuon
+from streams import LateStreams
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
@@ -390,3 +394,71 @@ def test_a_step_moves_18_bytes_a_parameter(folder, update):
     moved = (done.nvme_read_nbytes + done.nvme_written_nbytes) / numel / 2
     assert 4 < moved <= 18.5
     assert all("v" not in unit.record for unit in engine.units)
+
+
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_where_an_accelerator_computes_the_cpu_orthogonalizes_with_the_same_bits(folder, monkeypatch, update):
+    device = AcceleratorDevice(torch.device("cpu"), LateStreams())
+    monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
+    ours, plain = built("bf16", nvme=folder, host_memory="448KiB"), built("bf16")
+    optimizer, theirs = infinity.Muon(groups_of(ours), update=update), PlainMuon(plain, MUONS)
+    assert train(ours, optimizer, 4) == train(plain, theirs, 4)
+    assert_same(ours, optimizer, theirs)
+    assert not any(unit.record.on_device for unit in engine_of_model(ours).units)
+
+
+@pytest.mark.parametrize("memory", ["192KiB", "1200KiB", "64MiB"])
+def test_reads_edits_and_second_steps_between_see_and_keep_every_update(folder, memory):
+    ours, plain = built(nvme=folder, host_memory=memory), built()
+    optimizer, theirs = infinity.Muon(groups_of(ours)), PlainMuon(plain, MUONS)
+    for step in range(6):
+        for model, one in ((ours, optimizer), (plain, theirs)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=step == 4):
+                model(ids_of(step)).float().square().mean().backward()
+            one.step()
+            if step == 1:  # of the same gradients
+                one.step()
+            one.zero_grad()
+            if step == 2:
+                edit = infinity.gathered(model, write=True) if model is ours else contextlib.nullcontext()
+                with edit, torch.no_grad():
+                    model.up.weight.mul_(0.5)
+            if step == 3:
+                model.load_state_dict(copy.deepcopy(model.state_dict()))
+        assert torch.equal(ours.state_dict()["down.weight"], plain.state_dict()["down.weight"]), step
+    assert_same(ours, optimizer, theirs)
+
+
+def test_an_error_in_a_forward_or_backward_loses_no_update(folder):
+    ours, plain = built(nvme=folder, host_memory="192KiB"), built()
+    optimizer, theirs = infinity.Muon(groups_of(ours)), PlainMuon(plain, MUONS)
+
+    def fail(*_):
+        raise OSError("no")
+
+    for step in range(4):
+        hook = ours.norm.register_forward_hook(fail)
+        if step % 2:
+            with pytest.raises(OSError, match="no"):
+                ours(ids_of(step))
+        hook.remove()
+        for model, one in ((ours, optimizer), (plain, theirs)):
+            backward(model, step)
+            one.step()
+            one.zero_grad()
+    assert_same(ours, optimizer, theirs)
+
+
+def test_another_optimizer_takes_the_matrices_over_with_moments_of_its_own(folder):
+    ours, plain = built(nvme=folder, host_memory="192KiB"), built()
+    optimizer, theirs = infinity.Muon(groups_of(ours)), PlainMuon(plain, MUONS)
+    assert train(ours, optimizer, 2) == train(plain, theirs, 2)
+    with pytest.warns(UserWarning, match="supersedes it"):
+        second = infinity.AdamW(ours.parameters(), **ADAMW)
+    adamw = PlainMuon(plain, set())
+    assert train(ours, second, 2, first=2) == train(plain, adamw, 2, first=2)
+    with pytest.warns(UserWarning, match="supersedes it"):
+        third = infinity.Muon(groups_of(ours))
+    again = PlainMuon(plain, MUONS)
+    assert train(ours, third, 2, first=4) == train(plain, again, 2, first=4)
+    assert_same(ours, third, again)

@@ -294,6 +294,14 @@ TRIED = {
         wrapped("NAdam"),
     ],
     "`wrap_optimizer` of Muon": [wrapped("Muon")],
+    "`Muon` of weights that are cut into tiles, or blocks of rows": [
+        lambda lab: infinity.Muon([lab.large().weight]),
+        lambda lab: infinity.Muon(list(lab.large().parameters())),
+    ],
+    "`Muon` of vectors, and of tensors of more than three dimensions": [
+        lambda lab: lab.optimizer(infinity.Muon),
+        lambda lab: infinity.Muon(lab.build(lambda: nn.Conv2d(3, 4, 3)).parameters()),
+    ],
     "`amsgrad=True`": [lambda lab: lab.optimizer(amsgrad=True)],
     '`state_dtype` other than `"fp32"` with fp16 or fp32 weights': [
         lambda lab: lab.model(dtype="fp32", state_dtype="int8"),
