@@ -111,6 +111,20 @@ class Muon(OffloadedOptimizer):
             self._kinds.pop()
             raise
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load groups, step counts and state that `state_dict` returned, here or of torch.optim.Muon, whose
+        groups are all Muon's.
+
+        Raises: ValueError, with nothing changed, if groups, their use_muon, or shapes do not match.
+        """
+        groups = state_dict["param_groups"]
+        if len(groups) == len(self._kinds):  # else torch says so
+            groups = [{"use_muon": True, **group} for group in groups]
+            found = [bool(group["use_muon"]) for group in groups]
+            if found != self._kinds:
+                raise ValueError(f"use_muon of the groups: {found} in the state_dict, {self._kinds} here")
+        super().load_state_dict({**state_dict, "param_groups": groups})
+
     def recipe_in(self, group: dict[str, Any]) -> Recipe:
         """Return Muon's update rule, or AdamW's."""
         return self.recipe if group["use_muon"] else recipes.ADAMW

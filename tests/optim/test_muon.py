@@ -229,11 +229,13 @@ def test_a_state_dict_of_torchs_muon_is_taken(folder):
     with infinity.Init(nvme=folder, host_memory="1MiB", dtype="fp32"):
         layer = nn.Linear(8, 12, bias=False)
     optimizer = infinity.Muon(layer.parameters())
-    packed = theirs.state_dict()
-    packed["param_groups"][0]["use_muon"] = True
-    optimizer.load_state_dict(packed)
+    optimizer.load_state_dict(theirs.state_dict())
     found = optimizer.state[layer.weight]["momentum_buffer"]
     assert torch.equal(found, theirs.state[plain.weight]["momentum_buffer"])
+    with pytest.warns(UserWarning, match="supersedes it"):
+        optimizer = infinity.Muon([{"params": layer.parameters(), "use_muon": False}])
+    with pytest.raises(ValueError, match=r"\[True\] in the state_dict, \[False\] here"):
+        optimizer.load_state_dict(theirs.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,21 @@ def test_a_pass_begins_when_the_older_one_over_its_record_is_finished():
     assert begin(queue) is second
 
 
+class Pausing(Walk):
+    paused = True
+
+
+def test_others_go_before_a_pass_that_is_paused_and_those_that_wait_for_it():
+    pausing, behind, other = Pausing("a"), Walk("a"), Walk("b")
+    queue = queued(pausing, behind, other)
+    assert queue.next_tile() == (other, None)
+    assert list(queue.waiting) == [pausing, behind]
+    assert queue.next_tile() is None
+    pausing.paused = False
+    assert queue.next_tile() == (pausing, None)
+    assert queue.next_tile() is None, "the pass behind it waits until it is finished"
+
+
 def test_an_urgent_pass_takes_the_older_ones_over_its_record_along():
     other, older, urgent = Walk("b"), Walk("a"), Walk("a")
     queue = queued(other, older, urgent, urgent=[urgent])
