@@ -94,7 +94,7 @@ CASES = {
 BY_DEFAULT = {
     *("mixtral", "no_sync", "frozen", "nvme accumulated", "stage 1", "stage 2 backward", "a head in fp32"),
     *("experts", "edited", "overflow on nvme", "deepspeed", "mesh", "joined llama", *OTHERS),
-    *("muon of experts", "nvme muon backward"),
+    "nvme muon backward",
 }
 """Of those on two ranks: every mechanism once; each launch of more ranks, and the other cases, are slow."""
 
