@@ -464,3 +464,23 @@ def test_another_optimizer_takes_the_matrices_over_with_moments_of_its_own(folde
     again = PlainMuon(plain, MUONS)
     assert train(ours, third, 2, first=4) == train(plain, again, 2, first=4)
     assert_same(ours, third, again)
+
+
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_two_optimizers_may_share_the_layers_as_torchs_muon_has_it(folder, update):
+    ours, plain = built(nvme=folder, host_memory="192KiB"), built()
+    muon, adamw = groups_of(ours)
+    optimizers = [
+        infinity.Muon(muon["params"], update=update, **MUON),
+        infinity.AdamW(adamw["params"], update=update, **ADAMW),
+    ]
+    theirs = PlainMuon(plain, MUONS)
+    for step in range(3):
+        backward(ours, 10 * step)
+        for one in optimizers:
+            one.step()
+        for one in optimizers:
+            one.zero_grad()
+        train(plain, theirs, 1, first=step)
+    weights = ours.state_dict()
+    assert [n for n, one in plain.state_dict().items() if not torch.equal(weights[n], one)] == []
