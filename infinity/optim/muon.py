@@ -189,7 +189,7 @@ def muon_groups(
 
     AdamW gets what is no matrix, or stack of matrices, what an nn.Embedding has, the output layer (what
     get_output_embeddings() returns, and whatever is called lm_head, or output or head at the top), what is
-    tied to either, biases, and weights that are cut into tiles. A parameter with an attribute use_muon, as
+    tied to either, biases, convolutions, and weights that are cut into tiles. A parameter with an attribute use_muon, as
     DeepSpeed marks them, goes where that says. adamw, muon: options of the two groups.
 
         optimizer = infinity.Muon(infinity.muon_groups(model, {"lr": 3e-4}, lr=0.02))
@@ -224,20 +224,25 @@ def split_groups(
 
 _OUTPUTS = ("lm_head", "embed_out")
 _OUTPUTS_AT_TOP = ("output", "head", "classifier", "score")
+_NO_MATRICES = (nn.Embedding, nn.Conv1d, nn.ConvTranspose1d)
+"""Tables, and kernels of three dimensions [out, in, width], which are no stacks of matrices."""
 
 
 def _tables(model: nn.Module) -> set[int]:
-    """Return the id() of each parameter of embeddings, of the output layer, and of biases: those of a stack
-    of experts have two dimensions.
+    """Return the id() of each parameter of embeddings, of convolutions, of the output layer, and of biases:
+    those of a stack of experts have two dimensions.
     """
     outputs = getattr(model, "get_output_embeddings", lambda: None)()
     found = set()
     for name, module in model.named_modules():
         found |= {id(one) for key, one in module.named_parameters(recurse=False) if "bias" in key}
         last = name.rpartition(".")[2]
-        is_table = isinstance(module, nn.Embedding) or module is outputs or name in _OUTPUTS_AT_TOP
-        if is_table or last in _OUTPUTS or type(module).__name__.endswith("Embedding"):
+        kind = type(module).__name__
+        is_table = isinstance(module, _NO_MATRICES) or module is outputs or name in _OUTPUTS_AT_TOP
+        if is_table or last in _OUTPUTS or kind.endswith("Embedding"):
             found |= {id(one) for one in module.parameters()}
+        elif kind.endswith("Embeddings"):  # positions and class tokens, [1, tokens, width]
+            found |= {id(one) for one in module.parameters(recurse=False)}
     return found
 
 

@@ -371,6 +371,25 @@ def test_groups_leave_tied_output_layers_and_marked_parameters_out(folder):
     assert len(infinity.muon_groups(model)[0]["params"]) == len(muon["params"]) - 1
 
 
+class PatchEmbeddings(nn.Module):
+    """A vision model's first layer: its tokens have three dimensions, and are no stacks of matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Parameter(torch.zeros(1, 5, 32))
+        self.projection = nn.Linear(16, 32, bias=False)
+
+
+def test_groups_leave_convolutions_and_tokens_of_three_dimensions_to_adamw(folder):
+    with infinity.Init(nvme=folder, host_memory="8MiB"):
+        model = nn.Sequential(
+            nn.Conv1d(8, 16, 3), nn.ConvTranspose1d(16, 8, 3), PatchEmbeddings(), nn.Linear(32, 64)
+        )
+    muon, adamw = infinity.muon_groups(model)
+    assert [tuple(one.shape) for one in muon["params"]] == [(32, 16), (64, 32)]
+    assert {(16, 8, 3), (16, 8, 3), (1, 5, 32)} <= {tuple(one.shape) for one in adamw["params"]}
+
+
 @pytest.mark.parametrize("update", ["forward", "backward"])
 def test_a_step_moves_18_bytes_a_parameter(folder, update):
     with infinity.Init(nvme=folder, host_memory="4MiB"):
