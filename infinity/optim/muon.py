@@ -47,8 +47,9 @@ class Muon(OffloadedOptimizer):
     group too. A group with use_muon=False has AdamW's options instead, with AdamW's defaults (lr=1e-3,
     betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2), whatever Muon's are. max_norm, update, seed: as AdamW.
 
-    Beside the budget, a step takes 10 bytes per element of one matrix while that is orthogonalized, as an
-    operator takes its intermediate values.
+    Beside the budget, a step takes 10 bytes per element of a matrix while that is orthogonalized, as an
+    operator takes its intermediate values, and 2 per element of the module's other matrices, such as those
+    of a stack; on several ranks 2 to 4 more per element of the stack.
 
     Raises: ValueError for settings out of range, for parameters that were not built in Init, and for those
     that are no matrix, by name; UnsupportedError for weights that are cut into tiles.
@@ -189,8 +190,8 @@ def muon_groups(
 
     AdamW gets what is no matrix, or stack of matrices, what an nn.Embedding has, the output layer (what
     get_output_embeddings() returns, and whatever is called lm_head, or output or head at the top), what is
-    tied to either, biases, convolutions, and weights that are cut into tiles. A parameter with an attribute use_muon, as
-    DeepSpeed marks them, goes where that says. adamw, muon: options of the two groups.
+    tied to either, biases, convolutions, and weights that are cut into tiles. A parameter with an attribute
+    use_muon, as DeepSpeed marks them, goes where that says. adamw, muon: options of the two groups.
 
         optimizer = infinity.Muon(infinity.muon_groups(model, {"lr": 3e-4}, lr=0.02))
 
