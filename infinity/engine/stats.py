@@ -45,7 +45,9 @@ class UnitStats:
     steps_used: int = field(default=0, metadata=_TOTAL)
     """In how many steps it was used."""
     routed: bool = False
-    """Whether it is a slice: experts, or rows of an embedding, which the data decides to use or not."""
+    """Whether it is a slice: experts, or rows of an embedding, which the data decides to use or not; with
+    expert_parallel, experts of this rank.
+    """
     step_nbytes: int = 0
     """Bytes that a step which uses it reads and writes of its record, wherever that lies."""
 
@@ -104,7 +106,8 @@ class Stats:
     """
     exchanged_nbytes: dict[str, int] = field(default_factory=dict, metadata=_TOTAL)
     """Bytes that the ranks exchanged, of what was exchanged as a whole: units to "gather", gradients to
-    "reduce", parameters to "read" by state_dict and the like.
+    "reduce", parameters to "read" by state_dict and the like; and, with expert_parallel, of "tokens" that
+    this rank has sent to experts and back.
     """
     placement_revisions: int = field(default=0, metadata=_TOTAL)
     """How often it was decided anew which fields lie in host memory, and something moved."""
@@ -271,7 +274,7 @@ def _unit_stats(engine: Engine) -> Iterator[UnitStats]:
             frequencies.fetches(unit.index),
             frequencies.updates(unit.index),
             frequencies.steps_used(unit.index),
-            unit in engine.residency.routed,
+            unit in engine.residency.routed and not unit.record.is_elsewhere,
             _step_nbytes(unit),
         )
 

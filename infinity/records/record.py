@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from infinity import kernels
 from infinity.errors import CorruptionError
-from infinity.planning.layout import FP32, FieldCuts, FlatLayout, RecordSchema
+from infinity.planning.layout import ALONE, FP32, FieldCuts, FlatLayout, Holders, RecordSchema
 from infinity.records.checksums import FieldTile, TileChecksums
 from infinity.sizes import BLOCK
 from infinity.storage.checkpoint_store import CheckpointStore
@@ -75,11 +75,14 @@ class Record:
         schema: RecordSchema = FP32,
         unit_layout: FlatLayout | None = None,
         name: str = "?",
+        holders: Holders = ALONE,
     ) -> None:
         """Make a record of `shard`, this rank's part of the unit that lies as `unit_layout` says, without
-        fields. verify: "always", "sample" or "off"; see Config.
+        fields. verify: "always", "sample" or "off"; see Config. holders: the ranks that have parts.
         """
         self.name = name
+        self.holders = holders
+        """The ranks that have parts of the unit."""
         self.shard = shard
         self.unit_layout = unit_layout or shard
         """How the unit lies that `shard` is this rank's part of; the same with one rank."""
@@ -118,6 +121,11 @@ class Record:
 
     def __contains__(self, name: str) -> bool:
         return name in self._extents
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether other ranks alone have parts of the unit."""
+        return not self.holders.are_all and not self.shard.numel
 
     def name_unit(self, name: str) -> None:
         """Give the unit its name in the finished model."""
@@ -343,10 +351,10 @@ class Record:
     def span_of(self, name: str, nbytes: int) -> int | None:
         """Return the span with which a field takes `nbytes`: that of its schema, or a tile, as in runs from
         before fields were packed, which aligned every tile to a block. None if `nbytes` matches neither: they
-        are of another unit, or of another schema.
+        are of another unit, or of another schema. An extent without elements has a block, too.
         """
         for span in (self.schema.span(name, self.tile_numel), self.tile_numel):
-            if self.schema.stored_nbytes(name, self.shard.numel, span) == nbytes:
+            if max(self.schema.stored_nbytes(name, self.shard.numel, span), BLOCK) == nbytes:
                 return span
         return None
 
