@@ -80,9 +80,8 @@ class Record:
         """Make a record of `shard`, this rank's part of the unit that lies as `unit_layout` says, without
         fields. verify: "always", "sample" or "off"; see Config. holders: the ranks that have parts.
         """
-        self.name = name
-        self.holders = holders
-        """The ranks that have parts of the unit."""
+        self.name, self.holders = name, holders
+        self.is_elsewhere = not holders.are_all and not shard.numel  # other ranks alone have parts
         self.shard = shard
         self.unit_layout = unit_layout or shard
         """How the unit lies that `shard` is this rank's part of; the same with one rank."""
@@ -121,11 +120,6 @@ class Record:
 
     def __contains__(self, name: str) -> bool:
         return name in self._extents
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether other ranks alone have parts of the unit."""
-        return not self.holders.are_all and not self.shard.numel
 
     def name_unit(self, name: str) -> None:
         """Give the unit its name in the finished model."""
