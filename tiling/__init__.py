@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from infinity.tiling.embedding import may_be_cut as may_be_cut
     from infinity.tiling.experts import ExpertTile as ExpertTile
     from infinity.tiling.experts import TiledExperts as TiledExperts
-    from infinity.tiling.experts import is_stack as is_stack
     from infinity.tiling.experts import stand_in_for_stack as stand_in_for_stack
     from infinity.tiling.grid import Grid as Grid
     from infinity.tiling.grid import tiles_of as tiles_of
@@ -64,7 +63,6 @@ _MODULES = {
     "infinity.tiling.experts": (
         "ExpertTile",
         "TiledExperts",
-        "is_stack",
         "stand_in_for_stack",
     ),
     "infinity.tiling.grid": (
@@ -121,7 +119,6 @@ __all__ = [
     "Whole",
     "assembled",
     "cross_entropy",
-    "is_stack",
     "may_be_cut",
     "postpones",
     "runs_in_slices",

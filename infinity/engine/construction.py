@@ -61,11 +61,11 @@ from infinity.tiling import (
     TiledExperts,
     Whole,
     assembled,
-    is_stack,
     stand_in,
     stand_in_for_stack,
     stands_in,
 )
+from infinity.tiling.experts import is_stack
 from infinity.units.released import Released, not_resident, placeholder, release, restore, set_owner
 
 logger = logging.getLogger("infinity")
