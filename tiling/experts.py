@@ -294,7 +294,7 @@ class TiledExperts(Routed):
             out = (self._normed(out) * flat_weights[order].unsqueeze(-1))[place]
         else:
             out = self._normed(out[place]) * flat_weights.unsqueeze(-1)
-        return out.view(tokens, k, -1).sum(dim=1).to(hidden.dtype)
+        return out.view(tokens, k, out.shape[-1]).sum(dim=1).to(hidden.dtype)
 
     def _normed(self, out: torch.Tensor) -> torch.Tensor:
         norm: Any = getattr(self, "post_expert_norm", None)
