@@ -11,6 +11,12 @@ model would run, on its slices and on the tokens of one expert: both compute eve
 do with all tokens at once (sort them, weight them, add them up) is done here, in the same order. So it is
 with "batched_mm", whose products torch may sum in another order for another number of tokens. Any other
 implementation gets the stacks put together, whole.
+
+[Note: experts on other ranks]
+Where ranks divide the experts, each has the tiles of its own, and a forward sends the tokens to them: the
+rows of each expert, in the order of experts, with all that the function takes beside them. A rank's tiles
+compute with the rows of all ranks, one rank's behind the other's, and the results go back. What is done with
+all tokens at once is done where they are from, as ever. No weight of an expert leaves its ranks.
 """
 
 from __future__ import annotations
@@ -41,8 +47,10 @@ _GIVEN = 3
 class ExpertTile(Piece):
     """Slices of all stacks of some experts; computes for those of them that have tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: int = 0) -> None:
+        """part: which part of the experts, of those that ranks divide them into, the tile belongs to."""
         super().__init__()
+        self.part = part
         self._unmade: dict[str, torch.Tensor] = {}
 
     def begin(self, name: str, shape: Sequence[int], like: nn.Parameter) -> nn.Parameter:
@@ -78,23 +86,26 @@ class ExpertTile(Piece):
             if len(tensors[0]):
                 results.append(compute(stacks, *tensors))
             else:
-                results.append(_Idle.apply(tensors[0], *stacks.values()))  # type: ignore[no-untyped-call]
+                rows = tensors[0]
+                for stack in stacks.values():  # one after another, as a backward comes to those that are used
+                    rows = _Idle.apply(rows, stack)  # type: ignore[no-untyped-call]
+                results.append(rows)
         return results
 
 
 class _Idle(torch.autograd.Function):
-    """Passes a tensor without rows on; gives slices that were not used gradients of zeros."""
+    """Passes a tensor without rows on; gives a slice that was not used a gradient of zeros."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, *slices: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, slice_: torch.Tensor) -> torch.Tensor:
         """Return `rows`."""
-        ctx.save_for_backward(*slices)
+        ctx.save_for_backward(slice_)
         return rows.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Return zeros. The slices are asked for, as where there are rows: ranks fetch in one order."""
-        return grads[0], *map(torch.zeros_like, ctx.saved_tensors)
+        """Return zeros. The slice is asked for, as where there are rows: ranks fetch and sum in one order."""
+        return grads[0], torch.zeros_like(*ctx.saved_tensors)
 
 
 class _One:
@@ -200,6 +211,8 @@ class TiledExperts(Routed):
             return self._all_at_once(how, *given)
         if how == "eager" and len(given) == _GIVEN:
             return self._one_by_one(eager, *given)
+        if self.division is not None:
+            self.division.refuse_whole(type(self).__name__, how)
         if self._refused != how:
             self._refused = how
             logger.warning(
@@ -281,7 +294,7 @@ class TiledExperts(Routed):
             out = (self._normed(out) * flat_weights[order].unsqueeze(-1))[place]
         else:
             out = self._normed(out[place]) * flat_weights.unsqueeze(-1)
-        return out.view(tokens, k, -1).sum(dim=1).to(hidden.dtype)
+        return out.view(tokens, k, out.shape[-1]).sum(dim=1).to(hidden.dtype)
 
     def _normed(self, out: torch.Tensor) -> torch.Tensor:
         norm: Any = getattr(self, "post_expert_norm", None)
@@ -294,9 +307,31 @@ class TiledExperts(Routed):
         compute: Callable[..., torch.Tensor],
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the experts that are routed to, in their order, each with what its tile computes."""
+        hit = self._route(ids)
+        if self.division is None:
+            yield from self._called(self.agreed(hit, self.num_experts), tokens_of, compute)
+            return
+        rows = [tokens_of(expert) for expert in hit] or [tokens_of(0)]
+        counts = [0] * self.num_experts
+        for expert, tensors in zip(hit, rows, strict=False):
+            counts[expert] = len(tensors[0])
+        trained = any(one.requires_grad for tile in self.tiles for one in tile.parameters())
+        sent = [torch.cat(parts) for parts in zip(*rows, strict=True)]
+        visit = self.division.send(counts, sent, trained=trained)
+        results = [result for _, result in self._called(visit.experts, visit.given, compute)]
+        back = visit.back(torch.cat(results) if results else visit.rows)
+        own = hit or [0]  # the graph leads to what was sent also where no row was
+        yield from zip(own, back.split([counts[expert] for expert in own]), strict=True)
+
+    def _called(
+        self,
+        hit: list[int],
+        tokens_of: Callable[[int], tuple[torch.Tensor, ...]],
+        compute: Callable[..., torch.Tensor],
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the experts `hit`, which are in tiles that this process has, with what these compute."""
         begins = [span.start for span in spans(self.grid.rows)]
         tile_of = [number for number, rows in enumerate(self.grid.rows) for _ in range(rows)]
-        hit = self.agreed(self._route(ids), self.num_experts)
         by_tile: dict[int, list[int]] = {}
         for expert in hit:
             by_tile.setdefault(tile_of[expert], []).append(expert)
@@ -333,11 +368,14 @@ def is_stack(module: nn.Module, parameter: torch.Tensor) -> bool:
     return parameter.dim() > 1 and parameter.shape[0] == experts
 
 
-def stand_in_for_stack(module: nn.Module, name: str, stack: nn.Parameter, least_nbytes: int) -> Whole | None:
+def stand_in_for_stack(
+    module: nn.Module, name: str, stack: nn.Parameter, least_nbytes: int, parts: int = 1
+) -> Whole | None:
     """Return what a module registers instead of a stack of experts; None: register the stack as it is.
 
     least_nbytes: the bytes that a tile of the first stack has at least; where all of it has no more, the
-    experts stay whole.
+    experts stay whole. parts: equal parts of the experts, which ranks divide among themselves: no tile is of
+    two of them, and none stays whole.
     """
     if isinstance(module, TiledExperts) or isinstance(stack, Whole) or not is_stack(module, stack):
         return None
@@ -348,10 +386,11 @@ def stand_in_for_stack(module: nn.Module, name: str, stack: nn.Parameter, least_
         return None  # its forward uses a parameter of another kind
     else:
         together = max(least_nbytes * len(stack) // stack.nbytes, 1)
-        if together >= len(stack):
+        if together >= len(stack) and parts == 1:
             return None
-        grid = Grid(cut_to(len(stack), together), (1,))
-        tiles = [ExpertTile() for _ in grid.rows]
+        of_part = cut_to(len(stack) // parts, min(together, len(stack) // parts))
+        grid = Grid(of_part * parts, (1,))
+        tiles = [ExpertTile(part) for part in range(parts) for _ in of_part]
     for tile, rows in zip(tiles, grid.rows, strict=True):
         if not isinstance(tile, ExpertTile):
             raise TypeError(f"{type(module).__name__}.{name}: its experts are in tiles of another kind")

@@ -22,8 +22,40 @@ from infinity.tiling.grid import Grid
 from infinity.tiling.whole import Whole, not_in_blocks
 
 
+class Visit(Protocol):
+    """Rows that ranks have sent to the experts of this one."""
+
+    experts: list[int]
+    """Those that are to be called, in order."""
+    rows: torch.Tensor
+    """The first tensor of all of them."""
+
+    def given(self, expert: int) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of one expert: rows in the order of the ranks that sent them."""
+
+    def back(self, results: torch.Tensor) -> torch.Tensor:
+        """Send a row back for each that came, in the order of `experts`; return those for what was sent."""
+
+
+class ExpertDivision(Protocol):
+    """What ranks do of which each has some of the experts of a module."""
+
+    def send(self, counts: list[int], tensors: list[torch.Tensor], *, trained: bool) -> Visit:
+        """Send rows to their experts, and return what comes. Every rank calls it at the same time.
+
+        counts: rows for each expert of the module. tensors: their rows, by expert. trained: whether an expert
+        gets gradients.
+        """
+
+    def refuse_whole(self, kind: str, how: str) -> None:
+        """Refuse to put the stacks of a module together, of which each rank has a part."""
+
+
 class RoutingFollower(Protocol):
     """What an engine does for a `Routed` module."""
+
+    division: ExpertDivision | None
+    """Of the experts of the module among ranks; None where each rank computes with all."""
 
     def agreed(self, needed: list[int], count: int) -> list[int]:
         """Return, of `count` things, those that any process needs, where this one needs `needed`. Every
@@ -127,6 +159,11 @@ class Routed(Tiled):
     def agreed(self, needed: list[int], count: int) -> list[int]:
         """Return, of `count` things, those that any process needs, where this one needs `needed`."""
         return needed if self._follower is None else self._follower.agreed(needed, count)
+
+    @property
+    def division(self) -> ExpertDivision | None:
+        """How the module's experts are divided among ranks; None where they are not."""
+        return None if self._follower is None else self._follower.division
 
     def announce(self, numbers: Iterable[int]) -> None:
         """Say which tiles are about to be used, in their order."""

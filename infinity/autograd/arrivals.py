@@ -12,6 +12,12 @@
    begins the first fetches of the next step (`Engine.close_step`). A unit's next fetch takes its update and
    computes hi, lo, m and v, tile by tile (lane/fetch.py); the lane writes each tile that was worked on
    (`_work` in lane/lane.py).
+
+[Note: gradients of experts on other ranks]
+Where ranks divide experts, autograd brings gradients of a rank's own experts to it alone. `p.grad` is there
+on every rank all the same, so that norms, clipping and steps are the same everywhere: at the end of each
+backward the ranks agree which experts have gradients, and one that has no part of such an expert gets a
+gradient of no elements. A norm counts what each rank holds, so each expert once.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ from infinity.gradients.gradient import Form, Gradient, applied_message
 from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import OutgoingShare
+from infinity.ranks.group import Ranks
 from infinity.records.updates import Update
 from infinity.units.meeting import MeetingOfRanks
 from infinity.units.unit import Unit
@@ -79,6 +86,8 @@ class Arrivals:
         """Those that have parameters of the engine; see `join`."""
         self._takers: dict[Unit, list[weakref.ref[Updater]]] = {}
         self._meeting: MeetingOfRanks | None = None
+        self._divided: list[tuple[Unit, int]] = []
+        self._ranks: Ranks | None = None
         self._slices: list[Sequence[nn.Parameter]] = []
         self._units = units
         self._unit_of = unit_of
@@ -153,6 +162,34 @@ class Arrivals:
         self._meeting = meeting
         meeting.reduce_by(self._reduce_chosen)
 
+    def know_divided(self, units: Sequence[Unit], ranks: Ranks) -> None:
+        """Take `units` as experts that `ranks` divide among them: see [Note: gradients of experts on other
+        ranks].
+        """
+        self._divided = [(unit, index) for unit in units for index in range(len(unit.parameters))]
+        self._ranks = ranks
+
+    def _agree_on_divided(self) -> None:
+        """Have each rank know which experts have gradients, of those that ranks divide."""
+        if self._ranks is None or not self._divided:
+            return
+        having = [number for number, one in enumerate(self._divided) if self._has_gradient(*one)]
+        for number in self._ranks.union(having, len(self._divided), "compare gradients of experts"):
+            unit, index = self._divided[number]
+            if unit.record.is_elsewhere and not self._has_gradient(unit, index):
+                gradient = self._gradients.be_elsewhere(unit, index)
+                unit.parameters[index].grad = OffloadedGradient(
+                    unit.parameters[index], gradient, self._gradients
+                )
+
+    def _has_gradient(self, unit: Unit, index: int) -> bool:
+        """Whether a parameter has a gradient that is not just set to zeros."""
+        with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
+            grad = unit.parameters[index].grad
+        if isinstance(grad, OffloadedGradient) and grad.is_of(unit, index):
+            return grad.gradient.form is not Form.ZERO
+        return False
+
     def _reduce_chosen(self, unit: Unit) -> None:
         """Sum the gradients of a unit that some ranks have; this one's are zeros where it has none."""
         updater = self.updater(unit)
@@ -182,6 +219,12 @@ class Arrivals:
         if isinstance(grad, OffloadedGradient) and grad.is_of(unit, index):
             return grad.gradient
         _check_dense(grad, unit, index)
+        if not unit.record.holders.are_all:
+            raise UnsupportedError(
+                f"{unit.layout.segments[index].name}: a tensor was assigned to the gradient of an expert "
+                "that ranks divide among them (expert_parallel), of which not all have a part. Change in "
+                "place the gradient that the backward has brought"
+            )
         gradient = self._gradients.arrive(unit, index, grad.detach().clone(), keep=True)
         parameter.grad = OffloadedGradient(parameter, gradient, self._gradients)
         self._gradients.settle_ranks([unit])
@@ -247,6 +290,7 @@ class Arrivals:
     def _backward_ended(self) -> None:
         if self._meeting is not None:
             self._meeting.before(None)
+        self._agree_on_divided()
         self._gradients.end_backward(self._units)
         self._outgoing_share.use_deferred()
         for unit in self._units:

@@ -509,8 +509,7 @@ def _fields(
         ours["stage"] = 2
     if given.get("bf16.bf16_optimizer_states"):
         ours["state_dtype"] = "bf16"
-    if given.get(_SEQUENCE):
-        ours["sequence_parallel"] = int(given[_SEQUENCE])
+    ours |= _shared(given)
     if given.get("activation_checkpointing.cpu_checkpointing"):
         ours["offload_activations"] = "host"
     ours |= {**_below(given, "infinity"), **more}
@@ -524,6 +523,14 @@ def _fields(
             f"infinity.dtype={ours['dtype']!r}, but the file's sections bf16 and fp16 say {precision}"
         )
     return ours
+
+
+def _shared(given: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many ranks share a sequence, and divide experts, where a file says so."""
+    shared = {"sequence_parallel": given.get(_SEQUENCE)}
+    if given.get("expert_parallel.enabled"):
+        shared["expert_parallel"] = given.get("expert_parallel.autoep_size")
+    return {name: int(size) for name, size in shared.items() if size}
 
 
 _SCALING = {

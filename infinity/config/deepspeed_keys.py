@@ -56,6 +56,7 @@ _MONITOR = "losses, rates and seconds are written there"
 _ON_USE = "parameters are fetched when they are used, experts' too"
 _LOADED = "the data loader decides"
 _CURRICULUM = "infinity.SequenceWarmup around the data loader that initialize makes"
+_FOUND = "transformers' interface of experts tells which modules have them"
 _MEASURED = "measured when a disk is first used"
 _FROZEN = "frozen weights in fewer bits, made once: Config(frozen_dtype=...)"
 
@@ -115,6 +116,8 @@ HONOURED = {
     "wall_clock_breakdown": ("switch", "seconds of forward, backward and step, in the log"),
     "dump_state": ("switch", "this report, in the log"),
     "sequence_parallel_size": ("count", "Config.sequence_parallel: ranks that share each sequence"),
+    "expert_parallel.enabled": ("switch", "whether expert_parallel.autoep_size holds"),
+    "expert_parallel.autoep_size": ("count", "Config.expert_parallel: ranks that divide the experts"),
     "data_efficiency.enabled": ("switch", _CURRICULUM),
     SAMPLING + "enabled": ("switch", _CURRICULUM),
     LEARNING + "enabled": ("switch", _CURRICULUM),
@@ -211,7 +214,14 @@ UNNECESSARY = {
     "vocabulary_size": ("size", "only a warning in DeepSpeed"),
     "log_level": ("text", 'logging.getLogger("infinity")'),
     "timers.*": ("anything", _STATS),
-    "use_data_before_expert_parallelism": ("switch", "experts are not partitioned among ranks"),
+    "use_data_before_expert_parallelism": ("switch", "ranks that are neighbours divide experts"),
+    **_all(
+        "expert_parallel.",
+        "expert_pattern expert_w1 expert_w2 expert_w3 has_shared_experts moe_layer_pattern num_experts_attr "
+        "preset_model router_pattern top_k_attr",
+        "anything",
+        _FOUND,
+    ),
     "data_parallel_group": ("anything", "the ranks of torch.distributed"),
     "global_rank": ("size", "the rank of torch.distributed"),
 }
@@ -289,7 +299,6 @@ REFUSED = {
     "hybrid_engine": "model.generate works as it is",
     "pipeline": "a model larger than the device needs no pipeline here",
     "tensor_parallel": "for a layer larger than the device: Config(tile_above=...)",
-    "expert_parallel": "experts that are not used are not fetched",
     "compile": "torch.compile cannot follow fetching and releasing; leave it out",
     "data_efficiency.data_routing": "no layer leaves tokens out",
     SAMPLING + "dynamic_batching": "choose batches in the data loader",
@@ -325,7 +334,7 @@ KEYS: dict[str, Key] = {
 SWITCHES = {
     "compile": "deepcompile",
     "tensor_parallel": "autotp_size",
-    **dict.fromkeys(("autotuning", "hybrid_engine", "expert_parallel", *BESIDE), "enabled"),
+    **dict.fromkeys(("autotuning", "hybrid_engine", *BESIDE), "enabled"),
     **dict.fromkeys(("comet", "trackio", "comms_logger", "flops_profiler"), "enabled"),
 }
 """The key that switches a section on; a section without one is on where it is present."""

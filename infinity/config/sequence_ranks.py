@@ -1,4 +1,4 @@
-"""How many ranks may share a sequence. Pure."""
+"""How many ranks may share a sequence, or divide experts among them. Pure."""
 
 from __future__ import annotations
 
@@ -17,4 +17,30 @@ def check_sequences(size: Any, ranks: int) -> None:
         raise ConfigError(
             f"sequence_parallel={size}: {ranks} ranks cannot be divided into sequences of {size} ranks each. "
             f"Of {ranks} ranks, {works} may share a sequence"
+        )
+
+
+def check_expert_ranks(size: int, ranks: int) -> None:
+    """See that `ranks` ranks can be divided into groups of `size` that have all experts.
+
+    Raises: ConfigError, with the numbers that work.
+    """
+    if ranks % size:
+        works = ", ".join(str(one) for one in range(1, ranks + 1) if ranks % one == 0)
+        raise ConfigError(
+            f"expert_parallel={size}: {ranks} ranks cannot be divided into groups of {size} that have all "
+            f"experts between them. Of {ranks} ranks, {works} may divide experts"
+        )
+
+
+def check_experts(count: int, size: int, name: str) -> None:
+    """See that `size` ranks can have equal parts of the experts of a stack.
+
+    Raises: ConfigError, with the numbers that work.
+    """
+    if count % size:
+        works = ", ".join(str(one) for one in range(1, count + 1) if count % one == 0)
+        raise ConfigError(
+            f"expert_parallel={size}: the {count} experts of {name} cannot be divided into equal parts for "
+            f"{size} ranks. Of {count} experts, {works} ranks may have equal parts"
         )

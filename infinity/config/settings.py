@@ -82,6 +82,11 @@ class Config:
     sequence_parallel: ranks that share each sequence (Ulysses; see infinity.sequence_parallel), for models of
         transformers: 4 of 8 ranks train two sequences at once, each on a quarter of its tokens. All ranks
         still partition one model. 1: each rank has sequences of its own.
+    expert_parallel: ranks that divide the experts of each layer among them, for models whose experts are
+        built one by one (see experts): of 8 ranks with expert_parallel=4, each four neighbours have all
+        experts, every rank a quarter of them on its own NVMe, and tokens are sent to the experts. Ranks that
+        have the same experts partition these; all ranks partition all else. 1: every rank computes with every
+        expert that its tokens need. The CPU alone computes so.
     offload_activations: where the inputs of checkpointed blocks are kept until the backward (those of
         torch.utils.checkpoint, and of tiling's slices): "host" is within host_memory as far as that has room,
         else on NVMe; "nvme" is on NVMe alone. None: on the device, beside host_memory.
@@ -109,6 +114,7 @@ class Config:
     stage: int = 3
     timeout_s: float = 600.0
     sequence_parallel: int = 1
+    expert_parallel: int = 1
     offload_activations: str | None = None
     aio: str | None = None
     verify: bool | str = "always"
@@ -175,9 +181,14 @@ class Config:
                 f"state_dtype={self.state_dtype!r} with dtype={self.dtype!r}: moments in fewer bytes need "
                 'dtype="bf16"; leave one of the two out'
             )
-        if type(self.sequence_parallel) is not int or self.sequence_parallel < 1:
+        for name in ("sequence_parallel", "expert_parallel"):
+            size = getattr(self, name)
+            if type(size) is not int or size < 1:
+                raise ConfigError(f"{name}={size!r}: expected a number of ranks, 1 or more")
+        if self.expert_parallel > 1 and self.experts == "whole":
             raise ConfigError(
-                f"sequence_parallel={self.sequence_parallel!r}: expected a number of ranks, 1 or more"
+                f"expert_parallel={self.expert_parallel} divides experts that are built one by one, and "
+                'experts="whole" builds each stack as one parameter; leave one of the two out'
             )
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"timeout_s={self.timeout_s!r}: expected a number of seconds above 0")
@@ -207,6 +218,13 @@ class Config:
         """
         if device.split(":", maxsplit=1)[0] not in ("cpu", *ACCELERATORS):
             raise ConfigError(f'device={device!r}: expected "cpu", "cuda" or "cuda:N"')
+        if not device.startswith("cpu") and self.expert_parallel > 1:
+            raise ConfigError(
+                f"expert_parallel={self.expert_parallel} with device={device!r}: what leaves a full "
+                "accelerator would differ on ranks with other experts, and not be fetched by all together. "
+                'Set device="cpu", or leave expert_parallel out: then every rank computes with every expert '
+                "that its tokens need"
+            )
         if device.startswith("cpu") and self.device_memory is not None:
             raise ConfigError(
                 f"device_memory={self.device_memory!r}: device={device!r} has no memory of its own; "

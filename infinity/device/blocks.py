@@ -23,10 +23,10 @@ class Blocks(Protocol):
 
 
 class HostBlocks:
-    """Blocks in host memory; free ones are kept for reuse within a share of the budget."""
+    """Blocks in host memory; free ones are kept for reuse within shares of the budget."""
 
-    def __init__(self, share: Ledger) -> None:
-        self.buffers = Buffers(share)
+    def __init__(self, *shares: Ledger) -> None:
+        self.buffers = Buffers(*shares)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Borrow a buffer."""

@@ -24,13 +24,20 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 
+from infinity.config.sequence_ranks import check_experts
 from infinity.engine.asked import Asked
 from infinity.engine.built_parameter import BuiltParameter
 from infinity.engine.embeddings import held_elsewhere, in_blocks, in_groups
 from infinity.engine.engine import Engine, engine_of
 from infinity.engine.frozen import FrozenFile, frozen_layers
 from infinity.engine.layouts import Find
-from infinity.engine.module_records import chosen_records, name_records, named_modules, routed_records
+from infinity.engine.module_records import (
+    check_divided,
+    chosen_records,
+    name_records,
+    named_modules,
+    routed_records,
+)
 from infinity.engine.origins import Origins
 from infinity.engine.overflow import Overflow
 from infinity.engine.pretrained import Mapped, check_values, name_file
@@ -46,6 +53,7 @@ from infinity.sizes import format_size
 from infinity.storage.packed import FileRange, Packed
 from infinity.tiling import (
     EmbeddingTile,
+    ExpertTile,
     Grid,
     Piece,
     Routed,
@@ -57,6 +65,7 @@ from infinity.tiling import (
     stand_in_for_stack,
     stands_in,
 )
+from infinity.tiling.experts import is_stack
 from infinity.units.released import Released, not_resident, placeholder, release, restore, set_owner
 
 logger = logging.getLogger("infinity")
@@ -171,7 +180,10 @@ class Construction:
         if self._engine.config.experts == "whole" or isinstance(parameter, UninitializedParameter):
             return None
         least_nbytes = LEAST_SLICE_NBYTES * parameter.element_size() // self._engine.schema.width
-        whole = stand_in_for_stack(module, name, parameter, least_nbytes)
+        ranks = self._engine.config.expert_parallel
+        if ranks > 1 and is_stack(module, parameter):
+            check_experts(len(parameter), ranks, f"{type(module).__name__}.{name}")
+        whole = stand_in_for_stack(module, name, parameter, least_nbytes, ranks)
         if whole is None:
             return None
         for tile in whole.tiles:
@@ -341,7 +353,9 @@ class Construction:
             by_schema.setdefault(self._schema(entry.asked), []).append((entry, parameter))
         for schema, together in by_schema.items():
             name = f"{type(together[0][0].module()).__name__} no. {len(self._entries)}"
-            record = self._engine.new_record([parameter for _, parameter in together], name, schema)
+            module = together[0][0].module()
+            part = module.part if isinstance(module, ExpertTile) else None
+            record = self._engine.new_record([parameter for _, parameter in together], name, schema, part)
             self._records.append(record)
             ranges = self._ranges([parameter for _, parameter in together], record)
             if ranges is not None:
@@ -531,7 +545,10 @@ class Construction:
         if kind is not None:
             FrozenFile(self._engine, kind).take(frozen_layers(named, units, kind))
         self._engine.build_with(None)
-        opened = self._engine.open(units, routed_records(named, units_of), chosen_records(named, units_of))
+        routed = routed_records(named, units_of)
+        if self._engine.expert_ranks is not None:
+            check_divided(units, routed, self._engine.expert_ranks.size)
+        opened = self._engine.open(units, routed, chosen_records(named, units_of))
         for _, module in named:
             if any(True for _ in module.parameters()):
                 # MultiheadAttention uses its child's weight itself, and its fast path only if it is there.

@@ -24,12 +24,13 @@ from infinity.autograd.foreign import ForeignParameters, ForeignSteps
 from infinity.autograd.hooks import Hooks
 from infinity.autograd.module_calls import Entering, Leaving
 from infinity.autograd.rounds import Rounds
-from infinity.config.sequence_ranks import check_sequences
+from infinity.config.sequence_ranks import check_expert_ranks, check_sequences
 from infinity.config.settings import Config
 from infinity.device.device import choose_cores, choose_device, open_device
 from infinity.durable.committer import TrainingStateSource
 from infinity.durable.tiers import open_tier
 from infinity.engine.ending import Ending
+from infinity.engine.expert_ranks import DividedExperts, ExpertRanks
 from infinity.engine.parameters import Parameters
 from infinity.engine.partition import Partition
 from infinity.engine.routing import Routing
@@ -40,7 +41,7 @@ from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import OutgoingShare
 from infinity.planning.budget import Budget, divide, divide_device, least_total
-from infinity.planning.layout import RecordSchema, lay_out, schema_beside, shard_of
+from infinity.planning.layout import Holders, RecordSchema, lay_out, schema_beside
 from infinity.ranks.group import open_ranks
 from infinity.ranks.machine_memory import share_of
 from infinity.records.record import Record, Traffic
@@ -84,6 +85,8 @@ class Engine:
         check_sequences(config.sequence_parallel, self.ranks.size)
         self.schema = config.schema
         self.device = open_device(self.ranks.device)
+        self.expert_ranks = self._divide_experts()
+        """How ranks divide experts; None where each computes with all."""
         self._on_device = not self.device.is_host
         total_nbytes = share_of(config.host_nbytes, self.ranks)
         self.budget: Budget = divide(total_nbytes, schema=self.schema, on_device=self._on_device)
@@ -112,7 +115,9 @@ class Engine:
         self.partition: Partition | None = None
         """What several ranks do together; None where there is one."""
         if self.ranks.size > 1:
-            self.partition = Partition(self.ranks, self.lane, self.device, self.timeline, self.units)
+            self.partition = Partition(
+                self.ranks, self.lane, self.device, self.timeline, self.units, self.expert_ranks
+            )
         self.residency = UnitResidency(self.lane, self.device, self.timeline, self.partition)
         self.parameters = Parameters(self.lane, self.residency, self.partition, self.durable, self.store)
         self.checkpoint_store: CheckpointStore | None = None
@@ -139,6 +144,17 @@ class Engine:
         self.optimizers = self.arrivals.optimizers
         store = self.durable or self.nvme_store
         self.ending = Ending(self.lane, self.partition, self.parts, self.device, store)
+
+    def _divide_experts(self) -> ExpertRanks | None:
+        """Connect the ranks that divide experts, if any do. Raises: ConfigError for a number of ranks that
+        cannot be divided so.
+        """
+        check_expert_ranks(self.config.expert_parallel, self.ranks.size)
+        if self.config.expert_parallel == 1:
+            return None
+        expert_ranks = ExpertRanks(self.ranks, self.config.expert_parallel)
+        self.ranks.closing.append(expert_ranks.close)
+        return expert_ranks
 
     def _open_lane(self) -> StreamLane:
         pool = Pool(self.budget.slot_nbytes, self.budget.slots)
@@ -211,21 +227,28 @@ class Engine:
             reuse_large_blocks(self.budget.outgoing_nbytes)
         self._building = touch
 
-    def new_record(self, parameters: Sequence[nn.Parameter], name: str, schema: RecordSchema) -> Record:
-        """Make a record of this schema for the weights of `parameters`, which have no room yet.
+    def new_record(
+        self, parameters: Sequence[nn.Parameter], name: str, schema: RecordSchema, part: int | None = None
+    ) -> Record:
+        """Make a record of this schema for the weights of `parameters`, which have no room yet. part: of the
+        experts that ranks divide, the part that it is of; None where all ranks have parts of it.
 
         Raises: HostMemoryError where its blocks do not fit the slots.
         """
+        holders = Holders(self.ranks.size)
+        if part is not None and self.expert_ranks is not None:
+            holders = self.expert_ranks.holders(part)
         shapes = [(str(index), parameter.shape) for index, parameter in enumerate(parameters)]
-        whole = lay_out(shapes, schema.align_numel, self.ranks.size)
+        whole = lay_out(shapes, schema.align_numel, len(holders.members))
         return Record(
-            shard_of(whole, self.ranks.rank, self.ranks.size),
+            holders.shard_of(whole, self.ranks.rank),
             self.budget.tile_of(schema),
             self.traffic,
             verify=str(self.config.verify),
             schema=schema,
             unit_layout=whole,
             name=name,
+            holders=holders,
         )
 
     def lay_in_files(self, record: Record, ranges: Sequence[FileRange | Packed]) -> None:
@@ -253,7 +276,7 @@ class Engine:
         """
         self.lane.drain()
         for record, parameters in records.items():
-            base = self.ranks.rank * record.shard.numel
+            base = (record.holders.place(self.ranks.rank) or 0) * record.shard.numel
             unit = Unit(len(self.units), parameters, record, base)
             in_place = self.device.is_host and self.ranks.size == 1
             place = self.device.torch_device
@@ -273,6 +296,9 @@ class Engine:
         of_record = {unit.record: unit for unit in self.units}
         met = self._meet_for([of_record[one] for one in chosen])
         of_data = {of_record[one]: again for one, again in routed.items()} | dict.fromkeys(met, True)
+        self.arrivals.know_divided(
+            [unit for unit in self.units if not unit.record.holders.are_all], self.ranks
+        )
         self.residency.open(self.units, ahead, keep_resident=whole, routed=of_data)
         self.outgoing_share.open(self.budget.outgoing_nbytes)
         self.gradients.open(self.budget, self.units)
@@ -326,7 +352,12 @@ class Engine:
 
         units_of: the units of each tile, by its id().
         """
-        module.follow(Routing(self.residency, self.ranks, name, units_of))
+        division = None
+        if self.expert_ranks is not None and any(
+            not unit.record.holders.are_all for units in units_of.values() for unit in units
+        ):
+            division = DividedExperts(self.expert_ranks, self.residency, name)
+        module.follow(Routing(self.residency, self.ranks, name, units_of, division))
         for whole in module.wholes().values():
             self.arrivals.have_slices(whole.pieces())
 

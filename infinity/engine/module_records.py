@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from torch import nn
 
 from infinity.engine.built_parameter import BuiltParameter
+from infinity.errors import ConfigError, UnsupportedError
 from infinity.records.record import Record
 from infinity.records.weights import compute_dtype
 from infinity.tiling import Routed
@@ -64,6 +65,26 @@ def routed_records(
             if one not in others:
                 again[one] = again.get(one, False) or is_used_again
     return again
+
+
+def check_divided(records: Iterable[Record], routed: Collection[Record], size: int) -> None:
+    """See that there are experts that `size` ranks divide among them, and that no other module uses these.
+
+    Raises: ConfigError where there are none; UnsupportedError naming one that has other users.
+    """
+    divided = [one for one in records if not one.holders.are_all]
+    if not divided:
+        raise ConfigError(
+            f"expert_parallel={size}: no model that was built inside this Init has experts in stacks that "
+            "transformers dispatches (Mixtral, Qwen3-MoE, DeepSeek, gpt-oss and others have); leave it out"
+        )
+    known = set(routed)
+    for record in divided:
+        if record not in known:
+            raise UnsupportedError(
+                f"{record.name}: another module uses this expert's weights, too, and {size} ranks divide the "
+                "experts (expert_parallel): not all of them have it. Leave expert_parallel out"
+            )
 
 
 def chosen_records(named: list[tuple[str, nn.Module]], units_of: dict[int, list[Record]]) -> list[Record]:

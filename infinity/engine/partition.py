@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 import xxhash
 
 from infinity.device.device import Device
-from infinity.gradients.collectives import Collecting, CollectiveLane, Gathering
+from infinity.engine.expert_ranks import ExpertRanks
+from infinity.gradients.collectives import Collecting, CollectiveLane, Gathering, Spreading
 from infinity.gradients.matrices import Orthogonalizing
 from infinity.lane.lane import StreamLane
 from infinity.lane.matrices import WholeMatrices
-from infinity.planning.layout import shard_of
 from infinity.planning.plan import Plan
 from infinity.planning.queue import Job
 from infinity.ranks.group import Ranks
@@ -27,21 +28,43 @@ class Partition:
     """
 
     def __init__(
-        self, ranks: Ranks, lane: StreamLane, device: Device, timeline: Timeline, units: Sequence[Unit]
+        self,
+        ranks: Ranks,
+        lane: StreamLane,
+        device: Device,
+        timeline: Timeline,
+        units: Sequence[Unit],
+        expert_ranks: ExpertRanks | None,
     ) -> None:
-        """Open two channels, for `units`, a list that the engine fills. Every rank does so."""
+        """Open two channels, for `units`, a list that the engine fills; and two for experts, if there are
+        `expert_ranks`. Every rank does so.
+        """
         self.ranks = ranks
-        self.gathers = CollectiveLane("gather", ranks.channel(), lane, device, timeline)
-        self.reduces = CollectiveLane("reduce", ranks.channel(), lane, device, timeline)
+        self._expert_ranks = expert_ranks
+
+        def opened(name: str, of: Ranks) -> CollectiveLane:
+            return CollectiveLane(name, of.channel(), lane, device, timeline)
+
+        self._gathers, self._reduces = opened("gather", ranks), opened("reduce", ranks)
+        self._gathers_of_experts, self._reduces_of_experts = self._gathers, self._reduces
+        if expert_ranks is not None:
+            self._gathers_of_experts = opened("gather experts", expert_ranks.copies)
+            self._reduces_of_experts = opened("reduce experts", expert_ranks.copies)
+        self._lanes = dict.fromkeys(
+            [self._gathers, self._reduces, self._gathers_of_experts, self._reduces_of_experts]
+        )
         self._lane = lane
         self._device = device
         self._units = units
         self._digest: tuple[Plan | None, int] = None, 0
 
-    def assemble(self, unit: Unit, job: Job) -> Gathering:
+    def assemble(self, unit: Unit, job: Job) -> Job:
         """See residency.Assembler."""
+        holders = unit.record.holders
+        if unit.record.is_elsewhere or len(holders.members) == 1:
+            return job  # which brings all that there is of it
         gathering = Gathering(unit, job, self._lane, self._device)
-        self.gathers.submit(gathering)
+        self._gathers_of(unit).submit(gathering)
         return gathering
 
     def orthogonalize(self, matrices: WholeMatrices) -> Orthogonalizing:
@@ -49,8 +72,21 @@ class Partition:
         theirs, and this waits for passes.
         """
         job = Orthogonalizing(matrices, self._lane)
-        self.gathers.submit(job)
+        self._gathers.submit(job)
         return job
+
+    def _gathers_of(self, unit: Unit) -> CollectiveLane:
+        return self._gathers if unit.record.holders.are_all else self._gathers_of_experts
+
+    def spread(self, unit: Unit) -> Job:
+        """See residency.Assembler."""
+        job = Spreading(unit, self._lane, self._device)
+        self._gathers.submit(job)
+        return job
+
+    def reduces(self, unit: Unit) -> CollectiveLane:
+        """See gradients.reduction.Reducers."""
+        return self._reduces if unit.record.holders.are_all else self._reduces_of_experts
 
     def collect(
         self, record: Record, index: int, part: torch.Tensor, elements: range | None = None
@@ -59,13 +95,13 @@ class Partition:
         rank calls it.
         """
         parts = [
-            shard_of(record.unit_layout, rank, self.ranks.size).segments[index]
+            record.holders.shard_of(record.unit_layout, rank).segments[index]
             for rank in range(self.ranks.size)
         ]
         numels = [one.numel if elements is None else len(one.elements_of(elements)) for one in parts]
         name = f"{record.name}.{record.unit_layout.segments[index].name}"
         job = Collecting(name, part, numels, self._lane)
-        self.gathers.submit(job)
+        self._gathers.submit(job)
         self._lane.wait(job)
         return job.whole
 
@@ -84,12 +120,15 @@ class Partition:
     @property
     def nbytes(self) -> dict[str, int]:
         """Bytes exchanged, by kind of collective; see Stats."""
-        counted = self.gathers.nbytes + self.reduces.nbytes
-        return {kind: counted[kind] for kind in ("gather", "reduce", "read", "orthogonalize")}
+        counted = sum((one.nbytes for one in self._lanes), Counter[str]())
+        moved = {kind: counted[kind] for kind in ("gather", "reduce", "read", "orthogonalize")}
+        if self._expert_ranks is not None:
+            moved["tokens"] = self._expert_ranks.nbytes
+        return moved
 
     def settle(self) -> None:
         """End the lanes of collectives, while everything that they use is still there."""
-        for lane in (self.gathers, self.reduces):
+        for lane in self._lanes:
             lane.close()
 
     def close(self) -> None:

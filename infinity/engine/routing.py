@@ -16,6 +16,7 @@ from torch import nn
 from infinity.autograd.hooks import graph_task
 from infinity.planning.trace import Phase
 from infinity.ranks.group import Ranks
+from infinity.tiling.owner import ExpertDivision
 from infinity.units.residency import UnitResidency
 from infinity.units.unit import Unit
 
@@ -24,10 +25,18 @@ class Routing:
     """Follows one `Routed` module: fetches the units of the tiles that it announces."""
 
     def __init__(
-        self, residency: UnitResidency, ranks: Ranks, name: str, units_of: dict[int, list[Unit]]
+        self,
+        residency: UnitResidency,
+        ranks: Ranks,
+        name: str,
+        units_of: dict[int, list[Unit]],
+        division: ExpertDivision | None = None,
     ) -> None:
-        """name: of the module. units_of: the units of each tile, by its id()."""
+        """name: of the module. units_of: the units of each tile, by its id(). division: of its experts among
+        ranks; None where each computes with all.
+        """
         self._residency, self._ranks, self._name, self._units_of = residency, ranks, name, units_of
+        self.division = division
 
     def agreed(self, needed: list[int], count: int) -> list[int]:
         """See tiling.RoutingFollower."""

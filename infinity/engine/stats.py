@@ -45,7 +45,9 @@ class UnitStats:
     steps_used: int = field(default=0, metadata=_TOTAL)
     """In how many steps it was used."""
     routed: bool = False
-    """Whether it is a slice: experts, or rows of an embedding, which the data decides to use or not."""
+    """Whether it is a slice: experts, or rows of an embedding, which the data decides to use or not; with
+    expert_parallel, experts of this rank.
+    """
     step_nbytes: int = 0
     """Bytes that a step which uses it reads and writes of its record, wherever that lies."""
 
@@ -104,7 +106,8 @@ class Stats:
     """
     exchanged_nbytes: dict[str, int] = field(default_factory=dict, metadata=_TOTAL)
     """Bytes that the ranks exchanged, of what was exchanged as a whole: units to "gather", gradients to
-    "reduce", parameters to "read" by state_dict and the like, matrices of Muon's to "orthogonalize".
+    "reduce", parameters to "read" by state_dict and the like, matrices of Muon's to "orthogonalize"; and,
+    with expert_parallel, of "tokens" that this rank has sent to experts and back.
     """
     placement_revisions: int = field(default=0, metadata=_TOTAL)
     """How often it was decided anew which fields lie in host memory, and something moved."""
@@ -122,6 +125,8 @@ class Stats:
     """Bytes copied from host memory to the device."""
     downloaded_nbytes: int = field(default=0, metadata=_TOTAL)
     """Bytes copied from the device to host memory."""
+    activations: str = ""
+    """What blocks keep by Config(activation_memory=...), and why; empty without it."""
     predicted_step_s: float | None = None
     """Seconds that a step should take, by its plan and what was measured; None where that is not known."""
 
@@ -209,6 +214,8 @@ class Stats:
             up, down = format_size(self.uploaded_nbytes), format_size(self.downloaded_nbytes)
             rows.insert(6, ("link moved", f"to the device {up}, from it {down}"))
         rows += self._rows_of_slices()
+        if self.activations:
+            rows.append(("activations", self.activations))
         if self.ranks > 1:
             exchanged = (f"{kind} {format_size(nbytes)}" for kind, nbytes in self.exchanged_nbytes.items())
             rows.append(("ranks exchanged", ", ".join(exchanged)))
@@ -271,7 +278,7 @@ def _unit_stats(engine: Engine) -> Iterator[UnitStats]:
             frequencies.fetches(unit.index),
             frequencies.updates(unit.index),
             frequencies.steps_used(unit.index),
-            unit in engine.residency.routed,
+            unit in engine.residency.routed and not unit.record.is_elsewhere,
             _step_nbytes(unit),
         )
 
@@ -378,6 +385,7 @@ def stats(model: nn.Module) -> Stats:
         device_held_nbytes=ledger.held_nbytes if ledger is not None else 0,
         device_peak_nbytes=ledger.peak_nbytes if ledger is not None else 0,
         device_nbytes=tier.held_nbytes if tier is not None else 0,
+        activations=engine.activations.reason if engine.activations is not None else "",
         uploaded_nbytes=uploaded_nbytes,
         downloaded_nbytes=downloaded_nbytes,
     )

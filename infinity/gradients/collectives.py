@@ -200,12 +200,33 @@ class Collecting(Collective):
         )
 
 
+class Spreading(Collective):
+    """A unit of which some ranks alone have parts is given to all, by the first of these."""
+
+    kind = "read"
+
+    def __init__(self, unit: Unit, lane: StreamLane, device: Device) -> None:
+        """Fill the memory that `unit` has now, on the ranks that have no part."""
+        super().__init__(f"spread {unit.name}", lane)
+        self._flat, self._root, self._device = unit.flat, unit.record.holders.first, device
+        self.nbytes = unit.flat.nbytes
+
+    def run(self, channel: Channel) -> None:
+        """Broadcast."""
+        flat, self._flat = self._flat, torch.empty(0, device="cpu")
+        if flat.numel():
+            self._device.arrived(flat)
+            channel.spread(flat, self._root, self.what)
+            self._device.assembled(flat)
+
+
 class Reducing(Collective):
     """A unit's gradients: every rank gets the mean over all ranks of the elements that it holds.
 
     The ranks exchange what they have in its own type, and each sums what it gets in fp32, in the order of
     ranks, divides once, and rounds once: so the bits depend on the number of ranks alone, not on the library
-    or the network.
+    or the network. The gradient of an expert that some ranks have is a sum over the tokens of all: these
+    ranks add theirs up, and divide by the number of all ranks, as of everything else.
     """
 
     kind = "reduce"
@@ -219,16 +240,18 @@ class Reducing(Collective):
         lease: Lease,
         lane: StreamLane,
         device: Device,
+        count: int,
     ) -> None:
         """sent: this rank's gradients of the whole unit, 16-bit or fp32; mean: for this rank's share of the
         mean, of the same type, in host memory; allocate: gives memory beside `sent`, for what comes; lease:
-        of the memory that it works in. A gradient keeps this, and so what this keeps; see gradient's note.
+        of the memory that it works in. count: ranks, by which the sum is divided. A gradient keeps this, and
+        so what this keeps; see gradient's note.
         """
         super().__init__(f"reduce {what}", lane)
         self._sent: torch.Tensor | None = sent
         self._mean, self._allocate = mean, allocate
         self._device = device
-        self._lease = lease
+        self._lease, self._count = lease, count
         self.nbytes = sent.nbytes
 
     def run(self, channel: Channel) -> None:
@@ -239,18 +262,20 @@ class Reducing(Collective):
             channel.exchange(received, self._sent, self.what)
             self._device.leaving(self._sent)
             self._sent = None
-            _mean_of_ranks(received.view(channel.ranks.size, -1), self._mean)
+            _mean_of_ranks(received.view(channel.ranks.size, -1), self._mean, self._count)
         self._sent, self._mean = None, torch.empty(0, device="cpu")
         self._lease.end()
 
 
-def _mean_of_ranks(rows: torch.Tensor, mean: torch.Tensor) -> None:
-    """Put the mean of `rows`, summed in fp32 from the first to the last, into `mean`, of their type."""
+def _mean_of_ranks(rows: torch.Tensor, mean: torch.Tensor, ranks: int) -> None:
+    """Put the sum of `rows`, in fp32 from the first to the last, divided by `ranks`, into `mean`, of their
+    type.
+    """
     if rows.device.type != "cpu":
         sum_of_rows = rows[0].float()
         for row in rows[1:]:
             sum_of_rows += row
-        count = torch.full((), float(len(rows)), device=rows.device)  # by a number, CUDA multiplies instead
+        count = torch.full((), float(ranks), device=rows.device)  # by a number, CUDA multiplies instead
         mean.copy_(sum_of_rows / count)  # waits for this thread's stream alone
         return
     numel = mean.numel()
@@ -259,6 +284,6 @@ def _mean_of_ranks(rows: torch.Tensor, mean: torch.Tensor) -> None:
     for row in rows[1:]:
         ACCUMULATE[rows.dtype](numel, total.data_ptr(), row.data_ptr())
     values = total.numpy()
-    np.divide(values, np.float32(len(rows)), out=values)
+    np.divide(values, np.float32(ranks), out=values)
     if total is not mean:
         NARROW[mean.dtype](numel, total.data_ptr(), mean.data_ptr())

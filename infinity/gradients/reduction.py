@@ -25,11 +25,21 @@ from infinity.gradients.collectives import CollectiveLane, Reducing
 from infinity.gradients.gradient import Form, Gradient, total_of
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Lease, OutgoingShare
+from infinity.ranks.group import Ranks
 from infinity.records.weights import WIDEN
 from infinity.sizes import format_size
 from infinity.storage.memory import Ledger
 from infinity.storage.store import Future
 from infinity.units.unit import Unit
+
+
+class Reducers(Protocol):
+    """Where ranks sum gradients."""
+
+    ranks: Ranks
+
+    def reduces(self, unit: Unit) -> CollectiveLane:
+        """Return the lane of the ranks that sum a unit's gradients: of those that have parts of it."""
 
 
 class MeanSink(Protocol):
@@ -58,7 +68,7 @@ class Reduction:
 
     def __init__(
         self,
-        collectives: CollectiveLane,
+        reducers: Reducers,
         lane: StreamLane,
         device: Device,
         kept: Ledger,
@@ -66,11 +76,11 @@ class Reduction:
         *,
         deferred: bool,
     ) -> None:
-        """Reduce by `collectives`, with leases of `outgoing_share` for what is on its way. deferred:
+        """Reduce by `reducers`, with leases of `outgoing_share` for what is on its way. deferred:
         gradients stay local until the step, charged to `kept`.
         """
         self._deferred = deferred
-        self._collectives = collectives
+        self._reducers = reducers
         self._lane = lane
         self._device = device
         self._kept = kept
@@ -192,8 +202,9 @@ class Reduction:
         allocate = (
             self._buffers.take if self._device.is_host else partial(_on_device, self._device.torch_device)
         )
-        job = Reducing(what, sent, mean, allocate, lease, self._lane, self._device)
-        self._collectives.submit(job)
+        count = self._reducers.ranks.size
+        job = Reducing(what, sent, mean, allocate, lease, self._lane, self._device, count)
+        self._reducers.reduces(unit).submit(job)
         if room is not None:
             room.leaves(taken, job)
         self._under_way.append((job, nbytes))

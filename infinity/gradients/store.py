@@ -17,9 +17,8 @@ import torch
 from infinity import kernels
 from infinity.device.device import Device, Download
 from infinity.errors import HostMemoryError, UnsupportedError
-from infinity.gradients.collectives import CollectiveLane
 from infinity.gradients.gradient import Form, Gradient, applied_message, total_of
-from infinity.gradients.reduction import Reduction
+from infinity.gradients.reduction import Reducers, Reduction
 from infinity.gradients.spilling import Outbound, plan_spill
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Lease, OutgoingShare, end_all
@@ -41,11 +40,8 @@ _OWN_NBYTES = 1 << 18
 """Bytes. Smaller gradients stay where torch has put them."""
 
 
-class Peers(Protocol):
+class Peers(Reducers, Protocol):
     """What ranks do together that each hold a part of every gradient."""
-
-    reduces: CollectiveLane
-    """On which gradients are summed."""
 
     def collect(self, record: Record, index: int, part: torch.Tensor) -> torch.Tensor:
         """Return a parameter's values from the ranks' parts of them. Every rank calls it."""
@@ -84,7 +80,7 @@ class GradientStore:
         self._peers = peers
         self._reduction: Reduction | None = None
         if peers is not None:
-            self._reduction = Reduction(peers.reduces, lane, device, kept, outgoing_share, deferred=deferred)
+            self._reduction = Reduction(peers, lane, device, kept, outgoing_share, deferred=deferred)
         self._at_once: dict[int, int] = {}
         self._in_record: defaultdict[Unit, WeakValueDictionary[int, Gradient]]
         self._in_record = defaultdict(WeakValueDictionary)  # spilled ones that somebody refers to
@@ -193,6 +189,12 @@ class GradientStore:
         if keep or not unit.record.all_in_host or is_part(tensor):
             tensor = self._own(tensor)
         self._place(gradient, tensor, keep=keep)
+        return gradient
+
+    def be_elsewhere(self, unit: Unit, index: int) -> Gradient:
+        """Return a gradient, of a backward, of which other ranks have all parts."""
+        gradient = Gradient(unit, index, self._kept)
+        gradient.keep(torch.empty(0, dtype=unit.flat.dtype, device="cpu"))
         return gradient
 
     # Of units whose records live on the device
@@ -361,6 +363,8 @@ class GradientStore:
         4 bytes per parameter; a pass that applies it in time, and another one for the next use, 24 more. So
         that is so where a use in the next step is less likely than five to one.
         """
+        if unit.record.is_elsewhere:
+            return False  # there is nothing of it here
         seldom = 6 * self._residency.share_of_steps(unit) < 5
         return seldom and not isinstance(self._spill_store, HostStore) and not unit.record.all_in_host
 

@@ -198,6 +198,8 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
                 self.make_room(place.engine, parameter)
             state = self.counts.setdefault(parameter, {})
             step = state["step"] = state.get("step", 0) + 1
+            if unit.record.is_elsewhere:
+                continue  # the ranks that have it update it
             if (place.group, step) not in known:
                 known[place.group, step] = recipe.scalars(self.param_groups[place.group], step, clip)
             rounds = unit.record.schema.state_dtype != "fp32"
@@ -261,6 +263,8 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         self.make_room(engine, parameter)
         before = unit.pending.get(gradient.index)
         scalars, key = self._scalars(group, parameter, float(np.float32(gradient.scale * factor)))
+        if unit.record.is_elsewhere:
+            return  # the ranks that have it update it
         if before is not None and gradient.form is Form.ZERO:
             unit.pending[gradient.index] = before.then_missed(scalars, key)
         else:

@@ -238,6 +238,49 @@ def shard_of(whole: FlatLayout, rank: int, ranks: int) -> FlatLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class Holders:
+    """Which of `ranks` ranks have parts of a record: every `step`th from `first` on. All of them, unless the
+    record is of experts that are divided among ranks.
+    """
+
+    ranks: int
+    first: int = 0
+    step: int = 1
+
+    def __post_init__(self) -> None:
+        """Check that there is such a rank."""
+        if not 0 <= self.first < self.step <= self.ranks or self.ranks % self.step:
+            raise ValueError(f"of {self.ranks} ranks, each {self.step}th from {self.first} on: no such ranks")
+
+    @property
+    def members(self) -> range:
+        """These ranks, in the order of their parts."""
+        return range(self.first, self.ranks, self.step)
+
+    @property
+    def are_all(self) -> bool:
+        """Whether every rank has a part."""
+        return self.step == 1
+
+    def place(self, rank: int) -> int | None:
+        """Return which of the parts a rank has; None for none."""
+        return (rank - self.first) // self.step if rank in self.members else None
+
+    def shard_of(self, whole: FlatLayout, rank: int) -> FlatLayout:
+        """Return what a rank holds of a unit that is laid out for as many ranks as these: nothing, if it is
+        none of them.
+        """
+        place = self.place(rank)
+        if place is not None:
+            return shard_of(whole, place, len(self.members))
+        return FlatLayout(tuple(replace(one, start=0, numel=0, first=0) for one in whole.segments), 0)
+
+
+ALONE = Holders(1)
+"""A single rank, which has all."""
+
+
+@dataclass(frozen=True, slots=True)
 class TilePiece:
     """The part of one parameter that lies in one tile: elements [start, start + numel) of the shard."""
 

@@ -429,18 +429,24 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
     def _let_wait(self, unit: _UnitT) -> bool:
         """Charge a unit for waiting, resident, for its use; False where the window has no room."""
         nbytes = 0 if unit.residence.lodged else unit.window_nbytes
-        while not self._window.try_reserve(nbytes):
-            if not self._idle:
+        window = self._window_of(unit)
+        while not window.try_reserve(nbytes):
+            idle = next((one for one in self._idle if self._window_of(one) is window), None)
+            if idle is None:
                 return False
-            self.evict(next(iter(self._idle)))
+            self.evict(idle)
         unit.residence.charge(nbytes)
         return True
+
+    def _window_of(self, unit: _UnitT) -> Window:
+        """Return what a unit that waits is charged to."""
+        return self._window
 
     def _end_waiting(self, unit: _UnitT) -> None:
         charged = unit.residence.uncharge()
         self._idle.pop(unit, None)
         if charged is not None:
-            self._window.release(charged)
+            self._window_of(unit).release(charged)
 
     def evict(self, unit: _UnitT) -> None:
         """Take a unit without users off the device."""

@@ -131,9 +131,17 @@ class Channel:
     def _over(self, values: torch.Tensor) -> Any:
         return self._control if values.device.type == "cpu" else self._data  # host memory goes over gloo
 
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, what: str) -> None:
-        """Send the i-th equal part of `sent` to rank i; fill `received` in the order of ranks."""
-        self._do(what, self._data, partial(dist.all_to_all_single, received, sent))
+    def exchange(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        what: str,
+        rows: tuple[list[int], list[int]] | None = None,
+    ) -> None:
+        """Send the i-th equal part of `sent` to rank i; fill `received` in the order of ranks. rows: how many
+        come from each rank, and how many go to each, where these differ.
+        """
+        self._do(what, self._data, partial(dist.all_to_all_single, received, sent, *(rows or ())))
 
     def _do(self, what: str, group: Any, collective: Callable[..., Any]) -> None:
         on_host = group is self._control and self._tells
@@ -152,6 +160,36 @@ class Channel:
         with contextlib.suppress(Exception):  # the world may be gone
             for group in {id(one): one for one in (self._data, self._control)}.values():
                 dist.destroy_process_group(group)
+
+
+class OwnChannel(Channel):
+    """The channel of a single rank, which connects nothing and gets what it gives."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        """Connect nothing."""
+        self.ranks = ranks
+
+    def agree(self, what: str) -> None:
+        """There is nobody to agree with."""
+
+    def rows(self, mine: torch.Tensor, what: str) -> list[list[Any]]:
+        """Return this rank's numbers."""
+        return [mine.tolist()]
+
+    def gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> None:
+        """Fill `whole` with `part`, which may be the same."""
+        if whole.data_ptr() != part.data_ptr():
+            whole.copy_(part)
+
+    def spread(self, values: torch.Tensor, root: int, what: str) -> None:
+        """`values` are there."""
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, what: str, rows: Any = None) -> None:
+        """Fill `received` with `sent`."""
+        received.copy_(sent)
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class Ranks:
@@ -187,10 +225,18 @@ class Ranks:
 
     def channel(self, *, tells: bool = True) -> Channel:
         """Open another channel. All ranks do so, in the same order. tells: see Channel."""
+        if self.size == 1:
+            return OwnChannel(self)
         name = f"{self._key} channel {len(self._channels)}"
         channel = Channel(self, name, self._backend, self._timeout_s, tells=tells)
         self._channels.append(channel)
         return channel
+
+    def some(self, numbers: Sequence[int]) -> Ranks:
+        """Connect those of these ranks, this one among them, that have the `numbers`. All of them do so."""
+        members = [self.members[one] for one in numbers]
+        number = list(numbers).index(self.rank)
+        return Ranks(members, number, self._backend, self._timeout_s, self.device)
 
     def _await_all(self) -> None:
         """Return when every rank has come.

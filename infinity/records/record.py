@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from infinity import kernels
 from infinity.errors import CorruptionError
-from infinity.planning.layout import FP32, FieldCuts, FlatLayout, RecordSchema
+from infinity.planning.layout import ALONE, FP32, FieldCuts, FlatLayout, Holders, RecordSchema
 from infinity.records.checksums import FieldTile, TileChecksums
 from infinity.sizes import BLOCK
 from infinity.storage.checkpoint_store import CheckpointStore
@@ -75,11 +75,13 @@ class Record:
         schema: RecordSchema = FP32,
         unit_layout: FlatLayout | None = None,
         name: str = "?",
+        holders: Holders = ALONE,
     ) -> None:
         """Make a record of `shard`, this rank's part of the unit that lies as `unit_layout` says, without
-        fields. verify: "always", "sample" or "off"; see Config.
+        fields. verify: "always", "sample" or "off"; see Config. holders: the ranks that have parts.
         """
-        self.name = name
+        self.name, self.holders = name, holders
+        self.is_elsewhere = not holders.are_all and not shard.numel  # other ranks alone have parts
         self.shard = shard
         self.unit_layout = unit_layout or shard
         """How the unit lies that `shard` is this rank's part of; the same with one rank."""
@@ -343,10 +345,10 @@ class Record:
     def span_of(self, name: str, nbytes: int) -> int | None:
         """Return the span with which a field takes `nbytes`: that of its schema, or a tile, as in runs from
         before fields were packed, which aligned every tile to a block. None if `nbytes` matches neither: they
-        are of another unit, or of another schema.
+        are of another unit, or of another schema. An extent without elements has a block, too.
         """
         for span in (self.schema.span(name, self.tile_numel), self.tile_numel):
-            if self.schema.stored_nbytes(name, self.shard.numel, span) == nbytes:
+            if max(self.schema.stored_nbytes(name, self.shard.numel, span), BLOCK) == nbytes:
                 return span
         return None
 

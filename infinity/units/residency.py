@@ -31,6 +31,12 @@ from infinity.units.device_updates import DeviceUpdates, bring_down
 from infinity.units.meeting import MeetingOfRanks
 from infinity.units.unit import Unit
 
+_ELSEWHERE = (
+    "{}: rank {} has this expert (expert_parallel), and this rank was about to compute with it. The tokens "
+    "go to the experts in the forward of their layer alone: let no other module use its weights, do not tile "
+    "the model's batches or sequences (tile_batch, tile_sequence), and read weights in "
+    "`with infinity.gathered(...)`"
+)
 _LAYERS = 1 << 12
 """Announcements of a forward that are remembered for its backward."""
 
@@ -40,6 +46,9 @@ class Assembler(MatrixOwners, Protocol):
 
     def assemble(self, unit: Unit, job: Job) -> Job:
         """Have the ranks put a unit together, of which `job` fetches, or has fetched, this rank's share."""
+
+    def spread(self, unit: Unit) -> Job:
+        """Have the ranks that have a unit, which is resident, give it to the others. Every rank calls it."""
 
     def check(self, plan: Plan) -> None:
         """See that the ranks have the same plan for the step that begins.
@@ -55,7 +64,10 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         self, lane: StreamLane, device: Device, timeline: Timeline, assembler: Assembler | None
     ) -> None:
         """Start without units. assembler: None with one rank."""
-        self._ahead = Ledger(0)
+        self._ahead, self._ahead_of_divided = Ledger(0), Ledger(0)
+        """Shares for units that wait: of all ranks, and of experts that are divided among them: those differ
+        on each rank, and may not decide what all ranks fetch together.
+        """
         super().__init__(self._ahead, lane, on_host=device.is_host, in_order=assembler is not None)
         self._lane: StreamLane = lane
         self._steps, self._rounds = Course(make_plan), Course(make_cycle)
@@ -65,7 +77,9 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         """What stays by the plan of the other course."""
         self._device = device
         self._timeline = timeline
-        self.blocks: Blocks = HostBlocks(self._ahead) if device.is_host else DeviceBlocks(device)
+        self.blocks: Blocks = DeviceBlocks(device)
+        if device.is_host:
+            self.blocks = HostBlocks(self._ahead, self._ahead_of_divided)
         self._windows_nbytes: dict[Course, int] = {}
         """The window that the plan of each course knows."""
         self._values: Download | None = None
@@ -107,6 +121,12 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         self.units = units
         self._ahead.resize(ahead_nbytes)
         self._routed = routed
+        divided = [unit for unit in units if not unit.record.holders.are_all]
+        if divided:
+            left = self._left_nbytes(routed)
+            of_rank = sum(unit.resident_nbytes for unit in divided if not unit.record.is_elsewhere)
+            self._ahead_of_divided.resize(of_rank if keep_resident else ahead_nbytes - left)
+            self._ahead.resize(left)
         self._uses_of = {phase: [Use(phase, unit.index) for unit in units] for phase in Phase}
         planned = [unit.index for unit in units if unit not in self._routed]
         forward = [self._uses_of[Phase.FORWARD][one] for one in planned]
@@ -148,7 +168,10 @@ class UnitResidency(Residency[Unit, UpdatePass]):
     @property
     def ahead_nbytes(self) -> int:
         """Bytes of units that wait for their use."""
-        return self._ahead.held_nbytes
+        return self._ahead.held_nbytes + self._ahead_of_divided.held_nbytes
+
+    def _window_of(self, unit: Unit) -> Ledger:
+        return self._ahead if unit.record.holders.are_all else self._ahead_of_divided
 
     @property
     def cursor(self) -> Cursor:
@@ -193,10 +216,14 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         """The window, without what is left to routed units: half of it, where they and the largest of the
         others need so much; an eighth to those that no backward uses again, and that wait for one use alone.
         """
+        shared = {unit: again for unit, again in self._routed.items() if unit.record.holders.are_all}
+        return self._left_nbytes(shared)
+
+    def _left_nbytes(self, routed: Mapping[Unit, bool]) -> int:
         limit = self._ahead.limit_nbytes
-        once = sum(unit.resident_nbytes for unit, again in self._routed.items() if not again)
+        once = sum(unit.resident_nbytes for unit, again in routed.items() if not again)
         of_routed = min(limit // 8, once)
-        of_routed += sum(unit.resident_nbytes for unit, again in self._routed.items() if again)
+        of_routed += sum(unit.resident_nbytes for unit, again in routed.items() if again)
         others = (unit.resident_nbytes for unit in self.units if unit not in self._routed)
         return limit - max(0, min(limit // 2, of_routed, limit - max(others, default=0)))
 
@@ -270,8 +297,13 @@ class UnitResidency(Residency[Unit, UpdatePass]):
     # Uses
 
     def hold(self, unit: Unit, phase: Phase) -> None:
-        """Make `unit` resident and its parameters real, until as many `drop`s."""
+        """Make `unit` resident and its parameters real, until as many `drop`s.
+
+        Raises: UnsupportedError for an expert that other ranks have.
+        """
         if not unit.attached:
+            if unit.record.is_elsewhere:
+                raise UnsupportedError(_ELSEWHERE.format(unit.name, list(unit.record.holders.members)))
             self._use(unit, phase)
             self._attach(unit)
         unit.residence.use()
@@ -286,7 +318,8 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         shows each use.
         """
         return not self._timeline.recording and all(
-            not one.pending and (self._stays(one) or self._is_there(one)) for one in units
+            one.record.holders.are_all and not one.pending and (self._stays(one) or self._is_there(one))
+            for one in units
         )
 
     def _stays(self, unit: Unit) -> bool:
@@ -332,13 +365,15 @@ class UnitResidency(Residency[Unit, UpdatePass]):
                 # The disk may still write what the fetch updated.
                 self._lane.wait(unit.residence.fetch, finished=True)
             unit.make_private()
+            if not unit.record.holders.are_all and self._assembler is not None:
+                self._lane.wait(self._assembler.spread(unit))
             unit.attach(aside=True)
         unit.residence.use()
 
     def _use(self, unit: Unit, phase: Phase) -> None:
         if phase is Phase.BACKWARD and self.in_round:
             self.end_rounds()
-        if self._meeting is not None:
+        if self._meeting is not None and unit.record.holders.are_all:
             self._meeting.before(unit)
         course = self._course
         self.counts.count_use()

@@ -463,3 +463,12 @@ def test_ranks_that_share_a_sequence_count_as_one_in_the_relation_of_batches():
     assert settings.config.sequence_parallel == 4
     with pytest.raises(ConfigError, match="6 ranks cannot be divided into sequences"):
         read(file, world_size=6)
+
+
+def test_ranks_that_divide_experts_are_read_where_they_are_switched_on():
+    section = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
+    assert read({"train_batch_size": 16, "expert_parallel": section}).config.expert_parallel == 2
+    off = {**section, "enabled": False}
+    assert read({"train_batch_size": 16, "expert_parallel": off}).config.expert_parallel == 1
+    with pytest.raises(ConfigError, match=r"expert_parallel.*above 0"):
+        read({"train_batch_size": 16, "expert_parallel": {**section, "autoep_size": 0}})

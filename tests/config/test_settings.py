@@ -69,6 +69,9 @@ def test_a_config_cannot_be_changed():
         ({"dtype": "fp16", "state_dtype": "int8"}, "state_dtype='int8' with dtype='fp16'"),
         ({"aio": "libaio"}, "aio"),
         ({"device": "tpu"}, "device"),
+        ({"expert_parallel": 2, "device": "cuda"}, "expert_parallel=2 with device='cuda'"),
+        ({"expert_parallel": 0}, "expert_parallel=0: expected a number of ranks"),
+        ({"expert_parallel": 2, "experts": "whole"}, 'expert_parallel=2.*experts="whole"'),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_by_name(fields, named):

@@ -327,3 +327,12 @@ def test_blocks_leave_the_room_that_layers_wait_in_for_their_backward(folder, mo
     layers = [unit for unit in engine.units if unit.name.startswith("layers.")]
     assert engine.budget.ahead_nbytes // 2 < sum(one.resident_nbytes for one in layers)
     assert [engine.residency.frequencies.fetches(one.index) for one in layers] == [1.0] * 4
+
+
+@pytest.mark.parametrize("how", ["eager", "grouped_mm", "batched_mm"])
+def test_a_layer_without_any_token_returns_none_as_a_plain_one_does(folder, how):
+    with Init(nvme=folder, host_memory="4MiB"):
+        model = models.of_experts("mixtral", how)
+    none = torch.empty(0, 64, dtype=torch.bfloat16)
+    experts = model.model.layers[0].mlp.experts
+    assert experts(none, torch.empty(0, 2, dtype=torch.long), torch.empty(0, 2)).shape == (0, 64)

@@ -264,6 +264,11 @@ TRIED = {
         lambda lab: infinity.sequence_parallel(lab.model(), 1),
         lambda lab: infinity.sequence_parallel(lab.build(eager), 1),
     ],
+    '`expert_parallel` on an accelerator, with `experts="whole"`, or where it does not divide the ranks': [
+        lambda lab: lab.model(expert_parallel=2, device="cuda"),
+        lambda lab: lab.model(expert_parallel=2, experts="whole"),
+        lambda lab: lab.model(expert_parallel=2),
+    ],
     "complex, fp64 and fp8 parameters": [
         lambda lab: lab.owner(torch.ones(4, 4, dtype=torch.complex64)),
         lambda lab: lab.owner(torch.ones(4, 4, dtype=torch.float64)),
