@@ -88,8 +88,9 @@ class Engine:
         self.expert_ranks = self._divide_experts()
         """How ranks divide experts; None where each computes with all."""
         self._on_device = not self.device.is_host
-        total_nbytes = share_of(config.host_nbytes, self.ranks)
-        self.budget: Budget = divide(total_nbytes, schema=self.schema, on_device=self._on_device)
+        self.budget: Budget = divide(
+            share_of(config.host_nbytes, self.ranks), schema=self.schema, on_device=self._on_device
+        )
         self.timeline, self.traffic = Timeline(), Traffic()
         self.units: list[Unit] = []
         self._cut: set[int] = set()
@@ -109,22 +110,17 @@ class Engine:
         self.durable, self.nvme_store = open_tier(
             config, folders, sharers, self.ranks, self.budget.tile_numel
         )
-        spill_store: Store = self.nvme_store or self.host_store
-        self.store: Store = self.durable.store if self.durable else spill_store
+        self.store: Store = self.durable.store if self.durable else self.nvme_store or self.host_store
         self.lane = self._open_lane()
-        self.partition: Partition | None = None
+        self.partition = self._open_partition()
         """What several ranks do together; None where there is one."""
-        if self.ranks.size > 1:
-            self.partition = Partition(
-                self.ranks, self.lane, self.device, self.timeline, self.units, self.expert_ranks
-            )
         self.residency = UnitResidency(self.lane, self.device, self.timeline, self.partition)
         self.parameters = Parameters(self.lane, self.residency, self.partition, self.durable, self.store)
         self.checkpoint_store: CheckpointStore | None = None
         """The files that weights are read from where they lie; None where there are none."""
         self.exchange = Exchange(self.parameters, config.frozen_dtype)
         self.outgoing_share = OutgoingShare(self.device, self.timeline)
-        self.gradients = self._open_gradients(spill_store)
+        self.gradients = self._open_gradients()
         self.boundaries = self._open_boundaries()
         """What offloads the inputs of checkpoints; None where they stay."""
         self.parts = self._open_parts(copies)
@@ -164,12 +160,18 @@ class Engine:
         cpus = choose_cores(self.device)
         return StreamLane(pool, inline=self.device.is_host, timeline=self.timeline, cpus=cpus)
 
-    def _open_gradients(self, spill_store: Store) -> GradientStore:
+    def _open_partition(self) -> Partition | None:
+        if self.ranks.size == 1:
+            return None
+        parts = self.ranks, self.lane, self.device, self.timeline, self.units, self.expert_ranks
+        return Partition(*parts)
+
+    def _open_gradients(self) -> GradientStore:
         return GradientStore(
             self.lane,
             self.device,
             self.kept,
-            spill_store,
+            self.nvme_store or self.host_store,
             self.outgoing_share,
             self.residency,
             self.least_total,

@@ -52,7 +52,8 @@ class Muon(OffloadedOptimizer):
     of a stack; on several ranks 2 to 4 more per element of the stack.
 
     Raises: ValueError for settings out of range, for parameters that were not built in Init, and for those
-    that are no matrix, by name; UnsupportedError for weights that are cut into tiles.
+    that are no matrix, by name; UnsupportedError for weights that are cut into tiles,
+    and for experts that ranks divide.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ def _checked(given: Any) -> list[Any]:
 def _check_matrix(parameter: Any) -> None:
     if isinstance(parameter, Whole):
         pieces = parameter.pieces()
+        _refuse_divided(pieces[0])
         if tuple(pieces[0].shape) == tuple(parameter.shape) or parameter.dim() >= _STACK:
             return
         raise _cut(f"a weight of shape {tuple(parameter.shape)}")
@@ -173,6 +175,18 @@ def _check_matrix(parameter: Any) -> None:
         )
     if engine.is_cut(parameter):
         raise _cut(name)
+    _refuse_divided(parameter)  # type: ignore[arg-type]
+
+
+def _refuse_divided(parameter: nn.Parameter) -> None:
+    """Refuse an expert of those that ranks divide: all ranks put a matrix together, and not all have it."""
+    parameters = engine_for(parameter).parameters
+    if not parameters.unit_of(parameter)[0].record.holders.are_all:
+        raise UnsupportedError(
+            f"{parameters.name_of(parameter)}: ranks divide the experts (expert_parallel), and Muon would "
+            "have all of them put its matrices together. Give experts to AdamW: a param group with "
+            '"use_muon": False; or leave expert_parallel out'
+        )
 
 
 def _cut(name: str) -> UnsupportedError:

@@ -31,12 +31,6 @@ from infinity.units.device_updates import DeviceUpdates, bring_down
 from infinity.units.meeting import MeetingOfRanks
 from infinity.units.unit import Unit
 
-_ELSEWHERE = (
-    "{}: rank {} has this expert (expert_parallel), and this rank was about to compute with it. The tokens "
-    "go to the experts in the forward of their layer alone: let no other module use its weights, do not tile "
-    "the model's batches or sequences (tile_batch, tile_sequence), and read weights in "
-    "`with infinity.gathered(...)`"
-)
 _LAYERS = 1 << 12
 """Announcements of a forward that are remembered for its backward."""
 
@@ -302,8 +296,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         Raises: UnsupportedError for an expert that other ranks have.
         """
         if not unit.attached:
-            if unit.record.is_elsewhere:
-                raise UnsupportedError(_ELSEWHERE.format(unit.name, list(unit.record.holders.members)))
+            unit.check_is_here()
             self._use(unit, phase)
             self._attach(unit)
         unit.residence.use()

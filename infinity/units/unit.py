@@ -29,6 +29,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.device.blocks import Blocks, wrap
+from infinity.errors import UnsupportedError
 from infinity.lane.fetch import UpdatePass
 from infinity.planning.layout import FlatLayout
 from infinity.planning.residence import Residence
@@ -269,6 +270,19 @@ class Unit:
         """Have `changes` asked, from now on, before an attached parameter is assigned to."""
         for parameter in self.parameters:
             parameter.__class__ = Attached
+
+    def check_is_here(self) -> None:
+        """See that this rank has a part of it.
+
+        Raises: UnsupportedError for an expert that other ranks have.
+        """
+        if self.record.is_elsewhere:
+            raise UnsupportedError(
+                f"{self.name}: rank {list(self.record.holders.members)} has this expert (expert_parallel), "
+                "and this rank was about to compute with it. The tokens go to the experts in the forward of "
+                "their layer alone: let no other module use its weights, do not tile the model's batches or "
+                "sequences (tile_batch, tile_sequence), and read weights in `with infinity.gathered(...)`"
+            )
 
     def changed(self) -> str | None:
         """Return the name of a parameter that changed while it was attached, None if none did, when the last

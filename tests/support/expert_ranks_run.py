@@ -268,6 +268,9 @@ def refused():
     attempt("none", lambda: models.build("llama", host_memory="64MiB", expert_parallel=2))
     attempt("whole", lambda: build(2, experts="whole"))
     model, optimizer = trained()
+    experts = list(experts_of(model)[0].parameters())
+    attempt("orthogonalized", lambda: infinity.Muon(experts))
+    attempt("orthogonalized, whole", lambda: infinity.Muon([experts_of(model)[0].down_proj]))
     ids = batches(RANK, 0)
     tile = experts_of(model)[0].tiles[-1 if RANK == 0 else 0]
     model.config._experts_implementation = "deepgemm"
