@@ -36,7 +36,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -94,6 +94,19 @@ class BackwardLease:
     units: list[Unit] = field(default_factory=list)
 
 
+class ForwardFollower(Protocol):
+    """Is told of each forward that a backward may follow: what blocks keep is decided there."""
+
+    def began(self, inputs: Any) -> None:
+        """Such a forward begins; inputs: (args, kwargs) of its outermost module."""
+
+    def saved(self, tensor: torch.Tensor) -> None:
+        """Autograd saves a tensor that is no weight."""
+
+    def ended(self, output: Any) -> None:
+        """The forward is over; output: None where it failed."""
+
+
 class Hooks:
     """Follows forwards and backwards of one engine's modules. One instance per engine, used by one thread at
     a time.
@@ -126,6 +139,7 @@ class Hooks:
         """Called with a module whose forward begins that a backward may follow."""
         self.round_began: list[Any] = []
         """Called with a module whose forward begins that no backward will follow."""
+        self.followers: list[ForwardFollower] = []
 
     @property
     def in_forward(self) -> bool:
@@ -165,6 +179,8 @@ class Hooks:
                 break
         if not self._frames:
             self._begin_outermost(module, task, below)
+            for one in self.followers if self._counting else ():
+                one.began(inputs)
         watched, saving = self._watching(task, inputs) if torch.is_grad_enabled() and saves else (None, None)
         outer = self._frames[-1] if self._frames else None
         counts = task == -1 and self._counting and (outer is None or (outer.counts and not outer.slices))
@@ -256,6 +272,9 @@ class Hooks:
         if not self._frames and graph_task() == -1:
             self._residency.meet()
         self._residency.raise_refused()
+        if not self._frames and self._counting:
+            for one in self.followers:
+                one.ended(output)
 
     def _abandon_frames(self) -> None:
         """End the frames of a forward that was interrupted (KeyboardInterrupt runs no hooks)."""
@@ -314,6 +333,8 @@ class Hooks:
         )
         if unit is None or tensor.dtype != unit.flat.dtype:
             boundaries = self._boundaries
+            for one in self.followers:
+                one.saved(tensor)
             if otherwise is _as_is and boundaries is not None and boundaries.takes(tensor):
                 return boundaries.save(tensor)
             return otherwise(tensor)
