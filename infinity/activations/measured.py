@@ -43,8 +43,10 @@ _HANDED_ON = (
 """Names of nodes, before "Backward", that return the gradient that they are given, or a view of it."""
 _TEMPORARIES = 2
 """Tensors of a block's largest shape that its forward makes and does not save."""
-_LOGITS_NBYTES = 12
-"""For each element that a model without a loss returns: see [Note: logits] in planning/activations.py."""
+_LOSS_NBYTES = 20
+"""For each element that a model without a loss returns: five tensors in fp32, as a mean of squares makes them.
+A cross entropy makes three: see [Note: logits] in planning/activations.py.
+"""
 
 
 class Storages:
@@ -139,7 +141,7 @@ class MeasuredForward:
         working = backward_nbytes(returned, self._ends)
         extra = 0
         if not any(one.numel() == 1 for one in returned):  # the loss is made of these by others
-            extra = _LOGITS_NBYTES * sum(one.numel() for one in returned)
+            extra = _LOSS_NBYTES * sum(one.numel() for one in returned)
         shared = self._shared_nbytes + sum(self._known.add(one) for one in tensors_in(output))
         return StepMemory(tuple(self._blocks), shared, self._head_nbytes, working + extra)
 
