@@ -323,6 +323,7 @@ class Boundaries:
         """Begin to write a boundary."""
         most = 1 + self.outgoing_share.ledger.limit_nbytes // max(tensor.nbytes, 1)
         self.outgoing_share.await_buffer(tensor.nbytes, most)
+        self.settle()  # what was written while this waited
         download = self.device.download(tensor, ours=False)
         lease = self.outgoing_share.lease(tensor.nbytes)
         job = SavePass(record, download.tensor, download.transfer, self.tile_numel, lease.end)

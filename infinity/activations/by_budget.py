@@ -1,7 +1,8 @@
 """Config(activation_memory=...): each block keeps what the budget has room for.
 
 [Note: measure, decide, keep to it]
-The first forward with gradients recomputes every block and measures what each needs. From that the planner
+The first forward with gradients recomputes every block, with all inputs on NVMe where there is one, which is
+the least that a forward can keep, and measures what each block needs. From that the planner
 decides; the forwards that follow do as it says. A decision holds for batches of the measured shape and for
 smaller ones, dimension by dimension. A larger batch, or one of another kind (another mask, a model in eval
 mode, other weights that train), is measured anew, in a forward that recomputes all. So every forward is
@@ -28,7 +29,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -100,18 +101,20 @@ class _Run:
     shape: BatchShape | None = None
     """Of the batch that is measured."""
     places: dict[_Call, str] = field(default_factory=dict)
-    """Where nothing is said, a block is recomputed."""
+    """Where nothing is said, a block is recomputed, and its input waits on NVMe, if there is one."""
     calls: list[_Call] = field(default_factory=list)
     counts: Counter[int] = field(default_factory=Counter)
-    inputs_nbytes: int = 0
-    """Of blocks that are recomputed although nothing was decided."""
+    waiting: _Waiting | None = None
+    """Of its graph."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Decision:
+class Decision:
+    """What the planner chose for batches of a shape."""
+
     shape: BatchShape
+    plan: ActivationPlan
     places: dict[_Call, str]
-    reason: str
 
 
 class ActivationBudget:
@@ -139,7 +142,8 @@ class ActivationBudget:
         self._free_nbytes, self._host_nbytes = free_nbytes, host_nbytes
         self._stalled_s, self._trained = stalled_s, trained
         self._run: _Run | None = None
-        self._decisions: list[_Decision] = []
+        self.decisions: list[Decision] = []
+        """All so far."""
         self._waiting: list[weakref.ref[_Waiting]] = []
         self._said: set[str] = set()
         self.reason = "nothing is measured yet: the first step recomputes all blocks"
@@ -149,6 +153,8 @@ class ActivationBudget:
 
     def began(self, inputs: Any) -> None:
         """A forward begins that a backward may follow; inputs: (args, kwargs) of the outermost module."""
+        if self._run is not None:
+            self._failed(self._run)  # Ctrl-C ended it, and no hook ran
         self._run = _Run(inputs)
 
     def saved(self, tensor: torch.Tensor) -> None:
@@ -162,19 +168,29 @@ class ActivationBudget:
         Raises: ConfigError with the smallest budget that works, where nothing fits.
         """
         run, self._run = self._run, None
-        if run is None or run.measured is None or run.shape is None or output is None:
+        if run is None:
             return
-        step = self._agreed_step(run.measured.step(output), run.calls)
+        if output is None:
+            self._failed(run)
+            return
+        if run.measured is None or run.shape is None:
+            return
+        sent = 0 if self._device.is_host else self._boundaries.outgoing_share.ledger.limit_nbytes
+        step = self._agreed_step(replace(run.measured.step(output), sent_nbytes=sent), run.calls)
         if step is None:
             self._say("the ranks call other blocks than one another: all are recomputed")
             return
         tiers = InputTiers(self._room_in_host(), self._boundaries.nvme is not None)
         plan: ActivationPlan = plan_activations(step, self._budget(), tiers)
-        self._decisions.append(
-            _Decision(run.shape, dict(zip(run.calls, plan.places, strict=True)), plan.reason)
-        )
+        places = dict(zip(run.calls, plan.places, strict=True))
+        self.decisions.append(Decision(run.shape, plan, places))
         self.reason = plan.reason
         logger.info("activation_memory: %s", plan.reason)
+
+    def _failed(self, run: _Run) -> None:
+        """Let no other forward wait for one that failed: its error may keep its graph."""
+        if run.waiting is not None:
+            run.waiting.came_back()
 
     def _room_in_host(self) -> int:
         return self._ranks.least(self._host_nbytes(), "find room for activations")
@@ -211,12 +227,12 @@ class ActivationBudget:
         if shape is None:
             self._say("the ranks are given batches of different kinds: their blocks are recomputed")
             return
-        fitting = [one for one in self._decisions if one.shape.holds(shape)]
+        fitting = [one for one in self.decisions if one.shape.holds(shape)]
         if fitting:
             best = min(fitting, key=lambda one: sum(one.shape.sizes))
-            run.places, self.reason = best.places, best.reason
+            run.places, self.reason = best.places, best.plan.reason
             return
-        if self._decisions:
+        if self.decisions:
             logger.info("activation_memory: a larger batch, or one of another kind, is measured")
         self._budget()
         run.shape = shape
@@ -281,15 +297,15 @@ class ActivationBudget:
         run.counts[number] += 1
         run.calls.append(call)
         if run.measured is not None:
-            output = self._measure(run, run.measured, module, plain, args, kwargs)
+            output = self._measure(run.measured, module, plain, args, kwargs)
         else:
-            place = run.places.get(call) or self._safe_place(run, args, kwargs)
+            place = run.places.get(call, self._safe_place)
             if place == KEEP:
                 output = plain(*args, **kwargs)
             else:
                 output = self._recompute(plain, args, kwargs, place)
         if first:
-            self._follow(output)
+            self._follow(run, output)
         return output
 
     def runs_in_slices(self) -> None:
@@ -309,15 +325,13 @@ class ActivationBudget:
             module.gradient_checkpointing = False  # type: ignore[assignment]
             self.switched_off()
 
-    def _safe_place(self, run: _Run, args: Any, kwargs: Any) -> str:
-        """Return where the input of a block waits for which nothing is decided."""
-        run.inputs_nbytes += sum(one.nbytes for one in tensors_in((args, kwargs)) if one.requires_grad)
-        beyond = self._boundaries.nvme is not None and run.inputs_nbytes > self._budget() // 2
-        return NVME if beyond else RECOMPUTE
+    @property
+    def _safe_place(self) -> str:
+        """Where the input of a block waits for which nothing is decided: it takes the least that is possible."""
+        return NVME if self._boundaries.nvme is not None else RECOMPUTE
 
     def _measure(
         self,
-        run: _Run,
         measured: MeasuredForward,
         module: nn.Module,
         plain: Callable[..., Any],
@@ -337,7 +351,7 @@ class ActivationBudget:
             if storage is not None and storage._cdata not in own:
                 block.saved(tensor)
 
-        output = self._recompute(plain, args, kwargs, self._safe_place(run, args, kwargs), saved)
+        output = self._recompute(plain, args, kwargs, self._safe_place, saved)
         changed = [name for name, one in module.named_buffers() if versions.get(name) != one._version]
         if changed:
             raise UnsupportedError(
@@ -376,11 +390,11 @@ class ActivationBudget:
         with self._boundaries.waiting_in(place if place in (HOST, NVME) else None):
             return checkpoint(forward, *tensors, use_reentrant=False)
 
-    def _follow(self, output: Any) -> None:
+    def _follow(self, run: _Run, output: Any) -> None:
         """Note when the backward comes back to the first block."""
         node = next((one.grad_fn for one in tensors_in(output) if one.grad_fn is not None), None)
         if node is not None:
-            waiting = _Waiting()
+            waiting = run.waiting = _Waiting()
             node.register_prehook(waiting.came_back)
             self._waiting.append(weakref.ref(waiting))
 

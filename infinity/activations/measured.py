@@ -96,7 +96,7 @@ class MeasuredForward:
         self._is_weight, self._stalled_s = is_weight, stalled_s
         self._synchronize, self._can_leave = synchronize, can_leave
         self._known = Storages()
-        """What blocks were given, and what they returned."""
+        """What was counted."""
         self._blocks: list[BlockMemory] = []
         self._ends: set[Any] = set()
         """Nodes of the graph that made what blocks returned."""
@@ -123,8 +123,6 @@ class MeasuredForward:
         """Note what a block needed."""
         self._blocks.append(block.memory(output))
         self._ends |= {one.grad_fn for one in tensors_in(output) if one.grad_fn is not None}
-        for one in tensors_in(output):
-            self._known.add(one)  # the next block's input
 
     def seconds(self) -> float:
         """Return the time at which the device is done, less what it waited for weights."""

@@ -209,7 +209,7 @@ class Hooks:
         if task != -1 or (pair is not None and _is_hook_of_checkpoint(pair[0])):
             return inputs, None
         if pair is None or getattr(pair[0], "infinity", None) is not self:
-            return None, self._packing(*((_as_is, _as_is) if pair is None else pair))
+            return None, self._packing(*((_where_it_is, _as_is) if pair is None else pair))
         return None, None
 
     def _begin_outermost(self, module: nn.Module, task: int, below: Sequence[Unit]) -> None:
@@ -335,7 +335,7 @@ class Hooks:
             boundaries = self._boundaries
             for one in self.followers:
                 one.saved(tensor)
-            if otherwise is _as_is and boundaries is not None and boundaries.takes(tensor):
+            if otherwise is _where_it_is and boundaries is not None and boundaries.takes(tensor):
                 return boundaries.save(tensor)
             return otherwise(tensor)
         return PackedWeight(unit, tensor.shape, tensor.stride(), int(tensor.storage_offset()), unit.version)
@@ -490,6 +490,13 @@ def _mark(node: Any) -> object:
 
 def _as_is(value: Any) -> Any:
     return value
+
+
+def _where_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what autograd keeps of a tensor that stays. An operation's result that is kept as itself would
+    keep the operation, and a graph that no backward frees would never go.
+    """
+    return tensor.detach() if tensor.grad_fn is not None else tensor
 
 
 def _is_hook_of_checkpoint(pack: Any) -> bool:

@@ -17,7 +17,8 @@ frees first. Where it does not fit, inputs leave, those of the first blocks firs
 [Note: the peak of a forward and backward]
 At each moment there is what blocks keep of the forward so far, and what one block, or the head and the loss,
 makes beside. In the backward of block i the blocks behind it are free, and block i has all that it keeps,
-computed again or not. While inputs are on their way to another tier, and back, three of them are counted.
+computed again or not. While inputs are on their way to another tier, and back, three of them are counted;
+on an accelerator so are those that wait to be written, as many as the budget of host memory lets wait.
 """
 
 from __future__ import annotations
@@ -71,17 +72,20 @@ class StepMemory:
     """That everything but the blocks keeps for its backward: norms, the head, the loss."""
     head_working_nbytes: int = 0
     """That it makes beside, at one time."""
+    sent_nbytes: int = 0
+    """Of inputs that leave, what may still be where it was made, at most, until it has been written."""
 
     def peak_nbytes(self, places: Sequence[str]) -> int:
         """Return the most that is there at one time: see [Note: the peak of a forward and backward]."""
-        before = most = leaving = 0
+        before = most = leaving = away = 0
         for block, place in zip(self.blocks, places, strict=True):
             most = max(most, before + block.input_nbytes + block.kept_nbytes + block.working_nbytes)
             before += block.held_nbytes(place)
             if place in (HOST, NVME):
                 leaving = max(leaving, block.leaving_nbytes)
+                away += block.leaving_nbytes
         most = max(most, before + self.head_kept_nbytes + self.head_working_nbytes)
-        return self.shared_nbytes + ON_THE_WAY * leaving + most
+        return self.shared_nbytes + ON_THE_WAY * leaving + min(away, self.sent_nbytes) + most
 
 
 @dataclass(frozen=True, slots=True)
