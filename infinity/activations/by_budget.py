@@ -255,7 +255,7 @@ class ActivationBudget:
         return BatchShape(repr(kinds), tuple(sizes))
 
     def _agreed_shape(self, shape: BatchShape, *, busy: bool) -> tuple[BatchShape | None, bool]:
-        """Return the largest of all ranks' shapes, None where they differ in kind, and whether one is busy."""
+        """Return the largest of all ranks' shapes, None where kinds differ, and whether one is busy."""
         if self._ranks.size == 1:
             return shape, busy
         said = json.dumps([shape.kind, shape.sizes, busy]).encode()
@@ -300,10 +300,8 @@ class ActivationBudget:
             output = self._measure(run.measured, module, plain, args, kwargs)
         else:
             place = run.places.get(call, self._safe_place)
-            if place == KEEP:
-                output = plain(*args, **kwargs)
-            else:
-                output = self._recompute(plain, args, kwargs, place)
+            kept = place == KEEP
+            output = plain(*args, **kwargs) if kept else self._recompute(plain, args, kwargs, place)
         if first:
             self._follow(run, output)
         return output
@@ -327,7 +325,7 @@ class ActivationBudget:
 
     @property
     def _safe_place(self) -> str:
-        """Where the input of a block waits for which nothing is decided: it takes the least that is possible."""
+        """Where the input of a block waits for which nothing is decided: the least that is possible."""
         return NVME if self._boundaries.nvme is not None else RECOMPUTE
 
     def _measure(
@@ -372,7 +370,7 @@ class ActivationBudget:
     ) -> Any:
         """Run a block's forward so that the backward repeats it. saved: called with what it would keep."""
         names, values = list(kwargs), [*args, *kwargs.values()]
-        # Tensors are handed over by position, which is how checkpoint saves them; nothing else refers to them.
+        # Tensors are handed over by position: checkpoint saves them so, and nothing else refers to them.
         positions = [at for at, one in enumerate(values) if isinstance(one, torch.Tensor)]
         tensors = [values[at] for at in positions]
         for at in positions:
@@ -444,10 +442,9 @@ def _in_checkpoint() -> bool:
 @contextlib.contextmanager
 def _seeing(saved: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Call `saved` with what goes to the hooks on saved tensors inside the `with`."""
-    pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pair: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if pair is None:
-        yield
-        return
+        raise AssertionError("no checkpoint saves anything here")
     pack, unpack = pair
 
     @functools.wraps(pack)  # whose module tells the engine that a checkpoint saves

@@ -44,8 +44,8 @@ _HANDED_ON = (
 _TEMPORARIES = 2
 """Tensors of a block's largest shape that its forward makes and does not save."""
 _LOSS_NBYTES = 20
-"""For each element that a model without a loss returns: five tensors in fp32, as a mean of squares makes them.
-A cross entropy makes three: see [Note: logits] in planning/activations.py.
+"""For each element that a model without a loss returns: five tensors in fp32, as a mean of squares makes. A
+cross entropy makes three: see [Note: logits] in planning/activations.py.
 """
 
 
@@ -179,7 +179,8 @@ class _MeasuredBlock:
 
 
 def _numel_nbytes(metadata: Any) -> int:
-    return math.prod(metadata.shape) * int(metadata.dtype.itemsize)
+    numel: int = math.prod(metadata.shape)
+    return numel * int(metadata.dtype.itemsize)
 
 
 def _nodes_above(outputs: Iterable[torch.Tensor], ends: Collection[Any]) -> set[Any]:
@@ -221,42 +222,53 @@ class _Gradient:
         self.nbytes, self.holders = nbytes, 0
 
 
+class _Backward:
+    """A backward that runs over the graph without computing."""
+
+    def __init__(self, inside: set[Any]) -> None:
+        """inside: the nodes that run."""
+        self._inside = inside
+        self._given: dict[Any, list[_Gradient]] = {}
+        self._order: list[tuple[int, int, Any]] = []
+        self._live = 0
+        self.most = 0
+        """Bytes that were there at one time."""
+
+    def give(self, node: Any, gradient: _Gradient) -> None:
+        """Let a node have a gradient, before it runs."""
+        if node not in self._given:
+            self._given[node] = []
+            if node in self._inside:
+                heapq.heappush(self._order, (-node._sequence_nr(), len(self._given), node))
+        self._live += 0 if gradient.holders else gradient.nbytes
+        gradient.holders += 1
+        self._given[node].append(gradient)
+
+    def run(self) -> None:
+        """Run all nodes, as autograd does: the one that was made last first."""
+        while self._order:
+            node = heapq.heappop(self._order)[2]
+            taken = self._given[node]
+            handed = taken[0] if _operation(node) in _HANDED_ON else None
+            for after, place in node.next_functions:
+                if after is None or _accumulates(after):
+                    continue  # a weight's gradient, or none
+                nbytes = _numel_nbytes(after._input_metadata[place])
+                self.give(after, handed if handed and handed.nbytes >= nbytes else _Gradient(nbytes))
+            self.most = max(self.most, self._live)
+            for gradient in taken:
+                gradient.holders -= 1
+                self._live -= 0 if gradient.holders else gradient.nbytes
+        self.most = max(self.most, self._live)
+
+
 def backward_nbytes(outputs: Collection[torch.Tensor], ends: Collection[Any]) -> int:
     """Return the bytes of gradients that are there at one time in a backward from `outputs` to `ends`: nodes
-    of autograd's graph, whose gradients are made and kept, and that are not run. See [Note: what is measured].
+    of autograd's graph, whose gradients are made and kept, and which do not run. See the note above.
     """
-    inside = _nodes_above(outputs, ends)
-    waiting: dict[Any, list[_Gradient]] = {}
-    order: list[tuple[int, int, Any]] = []
-    live = most = 0
-
-    def give(node: Any, gradient: _Gradient) -> None:
-        nonlocal live
-        if node not in waiting:
-            waiting[node] = []
-            if node in inside:
-                heapq.heappush(order, (-node._sequence_nr(), len(waiting), node))
-        live += gradient.nbytes if not gradient.holders else 0
-        gradient.holders += 1
-        waiting[node].append(gradient)
-
+    backward = _Backward(_nodes_above(outputs, ends))
     for one in outputs:
         if one.grad_fn is not None:
-            give(one.grad_fn, _Gradient(one.nbytes))
-    while order:
-        node = heapq.heappop(order)[2]
-        taken = waiting[node]
-        handed = taken[0] if _operation(node) in _HANDED_ON else None
-        for after, place in node.next_functions:
-            if after is None or _accumulates(after):
-                continue  # a weight's gradient, or none
-            gradient = handed
-            if gradient is None or gradient.nbytes < _numel_nbytes(after._input_metadata[place]):
-                gradient = _Gradient(_numel_nbytes(after._input_metadata[place]))
-            give(after, gradient)
-        most = max(most, live)
-        for gradient in taken:
-            gradient.holders -= 1
-            live -= gradient.nbytes if not gradient.holders else 0
-        taken.clear()
-    return max(most, live)
+            backward.give(one.grad_fn, _Gradient(one.nbytes))
+    backward.run()
+    return backward.most

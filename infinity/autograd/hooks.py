@@ -178,9 +178,7 @@ class Hooks:
                 self._abandon_frames()
                 break
         if not self._frames:
-            self._begin_outermost(module, task, below)
-            for one in self.followers if self._counting else ():
-                one.began(inputs)
+            self._begin_outermost(module, task, inputs, below)
         watched, saving = self._watching(task, inputs) if torch.is_grad_enabled() and saves else (None, None)
         outer = self._frames[-1] if self._frames else None
         counts = task == -1 and self._counting and (outer is None or (outer.counts and not outer.slices))
@@ -212,12 +210,14 @@ class Hooks:
             return None, self._packing(*((_where_it_is, _as_is) if pair is None else pair))
         return None, None
 
-    def _begin_outermost(self, module: nn.Module, task: int, below: Sequence[Unit]) -> None:
+    def _begin_outermost(self, module: nn.Module, task: int, inputs: Any, below: Sequence[Unit]) -> None:
         """Begin a forward within no other; a recomputation, in a backward, is none that counts."""
         refuse(module)
         self._counting = task == -1 and torch.is_grad_enabled()
         for call in self.forward_began if self._counting else self.round_began if task == -1 else ():
             call(module)
+        for one in self.followers if self._counting else ():
+            one.began(inputs)
         alone = task == -1 and not self._counting
         self._at_once = alone and bool(below) and self._residency.are_here(below)
 

@@ -292,8 +292,8 @@ class Config:
         nvme = ", ".join(self.nvme_folders) or None
         state = "" if self.state_dtype == "fp32" else f", state_dtype={self.state_dtype}"
         durable = f", durable={self.durable!r}" if self.durable_steps else ""
-        activations = "" if self.activation_memory is None else f", activation_memory={self.activation_memory}"
-        dtype = f"dtype={self.dtype}{state}{durable}{activations}"
+        kept = "" if self.activation_memory is None else f", activation_memory={self.activation_memory}"
+        dtype = f"dtype={self.dtype}{state}{durable}{kept}"
         return f"nvme={nvme}, host_memory={host}, device={device}, {dtype}"
 
 

@@ -1,4 +1,4 @@
-"""Config(activation_memory=...): finds the blocks of the models that were built, and follows their forwards."""
+"""Config(activation_memory=...): finds the blocks of models that were built, and follows their forwards."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def keep_to_budget(engine: Engine, models: Sequence[nn.Module]) -> None:
     if not blocks:
         kinds = ", ".join(sorted({type(one).__name__ for one in models})) or "no model"
         raise UnsupportedError(
-            f"activation_memory: {kinds} has no blocks to decide on: layers for which transformers offers "
-            f"activation checkpointing, or {_FEWEST} or more modules of one class, with layers in them, in an "
-            "nn.ModuleList or nn.Sequential. Leave activation_memory out, or build the model of such blocks"
+            f"activation_memory: {kinds} has no blocks to decide on: layers for which transformers has "
+            f"activation checkpointing, or {_FEWEST} or more modules of one class, with layers in them, in "
+            "an nn.ModuleList or nn.Sequential. Leave activation_memory out, or build the model of such blocks"
         )
     counts = engine.residency.counts
     budget = ActivationBudget(

@@ -1,4 +1,4 @@
-"""What each block keeps for its backward, so that all of it fits a budget: decided from measured blocks. Pure.
+"""What each block keeps for its backward, so that all of it fits a budget: from measured blocks. Pure.
 
 [Note: four ways to keep a block]
     keep       all that its forward made for the backward, which computes nothing again
@@ -217,8 +217,11 @@ def _too_small(step: StepMemory, places: Sequence[str], budget_nbytes: int, tier
 
 
 def combined(measured: Sequence[Mapping[str, Any]]) -> StepMemory:
-    """Return the largest of what several ranks measured of the same calls; each as dataclasses.asdict has it."""
-    steps = [StepMemory(**{**one, "blocks": tuple(BlockMemory(**b) for b in one["blocks"])}) for one in measured]
+    """Return the largest of what ranks measured of the same calls; each as dataclasses.asdict has it."""
+    steps = [
+        StepMemory(**{**one, "blocks": tuple(BlockMemory(**block) for block in one["blocks"])})
+        for one in measured
+    ]
     blocks = (
         BlockMemory(*map(max, zip(*(astuple(one) for one in same), strict=True)))
         for same in zip(*(one.blocks for one in steps), strict=True)

@@ -1,5 +1,5 @@
-"""What blocks keep by a budget: Config(activation_memory=...). Trusted: the same model in memory, by the reference
-recipe; tensors counted by watching every operation. Nothing is faked.
+"""What blocks keep by a budget: Config(activation_memory=...). Trusted: the same model in memory, by the
+reference recipe; tensors counted by watching every operation. Nothing is faked.
 """
 
 import gc
@@ -298,10 +298,14 @@ def test_an_error_in_the_measuring_step_leaves_it_to_the_next(folder):
     optimizers = [infinity.AdamW(one.parameters(), lr=1e-3) for one in (model, plain)]
     assert step(model, optimizers[0]) == step(plain, optimizers[1])
     assert set(places(model)) == {KEEP}
-    list(blocks_of(model))[0].mlp.register_full_backward_pre_hook(lambda *_: (_ for _ in ()).throw(ValueError("planted")))
+
+    def plant(*_):
+        raise ValueError("planted")
+
+    planted = next(blocks_of(model)).mlp.register_full_backward_pre_hook(plant)
     with pytest.raises(ValueError, match="planted"):
         loss_of(model).backward()
-    list(blocks_of(model))[0].mlp._backward_pre_hooks.clear()
+    planted.remove()
     assert step(model, optimizers[0], 1) == step(plain, optimizers[1], 1)
 
 
@@ -309,12 +313,12 @@ def test_an_error_in_the_measuring_step_leaves_it_to_the_next(folder):
 def test_the_models_own_switch_is_turned_off_and_that_is_said(folder, caplog, reentrant):
     model = built(folder, PLENTY)
     models.checkpointed(model, reentrant)
-    optimizer = infinity.AdamW(model.parameters(), lr=1e-3)
     plain = built(folder, None)
-    step(model, optimizer)
-    assert step(model, optimizer, 1) == [
-        step(plain, other, number) for other in [infinity.AdamW(plain.parameters(), lr=1e-3)] for number in (0, 1)
-    ][1]
+    optimizers = [infinity.AdamW(one.parameters(), lr=1e-3) for one in (model, plain)]
+    losses = [
+        [step(*one, number) for number in range(2)] for one in zip((model, plain), optimizers, strict=True)
+    ]
+    assert losses[0] == losses[1]
     assert not any(one.gradient_checkpointing for one in blocks_of(model))
     assert set(places(model)) == {KEEP}
     assert sum("activation checkpointing is switched off" in one.message for one in caplog.records) == 1
@@ -330,7 +334,7 @@ def test_a_cache_of_keys_that_training_fills_by_default_is_left_out_and_one_with
         cache = model(input_ids=ids).past_key_values
     assert cache.get_seq_length() == 64
     name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
-    with pytest.raises(infinity.UnsupportedError, match=r"given a DynamicCache.*use_cache=False.*prefix tuning"):
+    with pytest.raises(infinity.UnsupportedError, match=r"a DynamicCache.*use_cache=False.*prefix tuning"):
         model(input_ids=ids, **{name: cache})
 
 
@@ -344,7 +348,7 @@ def test_blocks_that_change_their_buffers_are_refused_before_they_are_recomputed
             return self.linear(self.norm(x.float()).bfloat16())
 
     model = built(folder, PLENTY, lambda: nn.Sequential(Normed(), Normed()))
-    with pytest.raises(infinity.UnsupportedError, match=r"Normed changes its buffers norm.num_batches.*again"):
+    with pytest.raises(infinity.UnsupportedError, match=r"Normed changes its buffers norm.num_batches"):
         loss_of(model)
 
 
@@ -437,7 +441,7 @@ def test_auto_takes_what_is_free(folder, monkeypatch):
     [
         ({"activation_memory": "2 GiBi"}, "activation_memory"),
         ({"activation_memory": 0}, "activation_memory=0"),
-        ({"activation_memory": "1GiB", "offload_activations": "host"}, "leave offload_activations='host' out"),
+        ({"activation_memory": "1GiB", "offload_activations": "host"}, "leave offload_activations='host'"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(fields, why):

@@ -1,5 +1,5 @@
-"""What a backward makes beside what was kept, by autograd's graph. Trusted: arithmetic on small graphs, and the
-operations of a real backward, counted."""
+"""What a backward makes beside what was kept, by autograd's graph. Trusted: arithmetic on small graphs, and
+the operations of a real backward, counted."""
 
 import pytest
 import torch
@@ -58,9 +58,8 @@ def test_an_output_that_is_the_input_has_its_gradient_alone():
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_real_backward_makes_no_more(layers):
     torch.manual_seed(0)
-    block = nn.Sequential(
-        *(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(layers))
-    )
+    parts = [[nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)] for _ in range(layers)]
+    block = nn.Sequential(*(one for part in parts for one in part))
     x = (torch.randn(512, 32, requires_grad=True) * 1).detach().requires_grad_()
     start = x * 1
     y = start + block(start)
