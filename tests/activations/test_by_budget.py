@@ -5,6 +5,7 @@ reference recipe; tensors counted by watching every operation. Nothing is faked.
 import gc
 import inspect
 import logging
+import weakref
 
 import pytest
 import torch
@@ -153,7 +154,13 @@ def test_models_train_with_the_bits_of_plain_training(folder, name, share, accum
         assert share == 0 or KEEP in places(ours[0])
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(one, marks=[] if one in ("llama", "no checkpointing of its own") else pytest.mark.slow)
+        for one in ARCHITECTURES
+    ],
+)
 def test_what_is_allocated_is_within_the_budget_and_grows_with_it(folder, name):
     make = ARCHITECTURES[name]
     least, most = ends(folder, make)
@@ -421,6 +428,20 @@ def test_a_block_that_is_called_twice_has_a_decision_for_each_call(folder):
             assert len(places(model)) == 6
             assert {KEEP, RECOMPUTE} == set(places(model))
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_nobody_keeps_a_model_that_is_dropped(folder):
+    model = built(folder, PLENTY)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-3)
+    for number in range(2):
+        step(model, optimizer, number)
+    engine = weakref.ref(engine_of_model(model))
+    waiting = loss_of(model, 2)
+    del model, optimizer
+    waiting.backward()
+    del waiting
+    gc.collect()
+    assert engine() is None
 
 
 def test_auto_takes_what_is_free(folder, monkeypatch):

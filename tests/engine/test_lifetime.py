@@ -162,7 +162,6 @@ WAYS = {
     "int8": Way(nvme=True, memory="2MiB", init={"state_dtype": "int8"}),
     "activations in host memory": Way(init={"offload_activations": "host"}),
     "activations on disk": Way("backward", nvme=True, memory="1MiB", init={"offload_activations": "nvme"}),
-    "activations by budget": Way("backward", nvme=True, memory="1MiB", init={"activation_memory": "4MiB"}),
     "durable": Way(nvme=True, init={"durable": True}),
     "durable, on disk, backward": Way("backward", nvme=True, memory="1MiB", init={"durable": True}),
     "device": Way(late=True),

@@ -155,8 +155,7 @@ def test_ranks_decide_alike_what_blocks_keep_though_their_batches_differ(answers
     assert [one["different"] for one in given] == [[]] * 2
     assert {one["measured"] for one in given} == {2}  # each length of the longest rank
     (reason,) = {one["activations"] for one in given}
-    kept = int(reason.split(" ")[0])
-    assert 0 < kept < 3
+    assert reason.startswith("1 of 2 blocks kept")
 
 
 @pytest.mark.parametrize(("ranks", "case"), [of(2, "experts"), of(2, "experts, checkpointed")])
