@@ -37,7 +37,7 @@ def keep_to_budget(engine: Engine, models: Sequence[nn.Module]) -> None:
         raise UnsupportedError(
             f"activation_memory: {kinds} has no blocks to decide on: layers for which transformers has "
             f"activation checkpointing, or {_FEWEST} or more modules of one class, with layers in them, in "
-            "an nn.ModuleList or nn.Sequential. Leave activation_memory out, or build the model of such blocks"
+            "an nn.ModuleList or nn.Sequential. Leave activation_memory out, or build the model of such"
         )
     counts = engine.residency.counts
     budget = ActivationBudget(
