@@ -252,6 +252,8 @@ class ActivationBudget:
             if isinstance(leaf, torch.Tensor):
                 kinds.append((pytree.keystr(path), str(leaf.dtype), leaf.requires_grad, leaf.dim()))
                 sizes += leaf.shape
+            elif isinstance(leaf, bool | str):  # output_attentions and the like; numbers count labels
+                kinds.append((pytree.keystr(path), leaf))
         return BatchShape(repr(kinds), tuple(sizes))
 
     def _agreed_shape(self, shape: BatchShape, *, busy: bool) -> tuple[BatchShape | None, bool]:
@@ -310,8 +312,8 @@ class ActivationBudget:
         """A block was called without gradients inside a forward that has them: it recomputes by itself."""
         if self._run is not None:
             self._say(
-                "blocks that run in slices (tile_batch_, micro-batches that share a fetch) recompute by "
-                "themselves: nothing is decided for them"
+                "blocks that are called without gradients in a forward that has them, as slices are "
+                "(tile_batch_, micro-batches that share a fetch), are left to recompute by themselves"
             )
 
     def switched_off(self) -> None:
