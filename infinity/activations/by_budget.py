@@ -104,6 +104,8 @@ class _Run:
     """Where nothing is said, a block is recomputed, and its input waits on NVMe, if there is one."""
     calls: list[_Call] = field(default_factory=list)
     counts: Counter[int] = field(default_factory=Counter)
+    left_alone: bool = False
+    """Whether blocks were called without gradients."""
     waiting: _Waiting | None = None
     """Of its graph."""
 
@@ -173,6 +175,11 @@ class ActivationBudget:
         if output is None:
             self._failed(run)
             return
+        if run.left_alone and not run.calls:
+            self._say(
+                "all blocks run in slices (tile_batch_, micro-batches that share a fetch), which recompute "
+                "by themselves: nothing is decided for them"
+            )
         if run.measured is None or run.shape is None:
             return
         sent = 0 if self._device.is_host else self._boundaries.outgoing_share.ledger.limit_nbytes
@@ -308,13 +315,10 @@ class ActivationBudget:
             self._follow(run, output)
         return output
 
-    def runs_in_slices(self) -> None:
-        """A block was called without gradients inside a forward that has them: it recomputes by itself."""
+    def left_alone(self) -> None:
+        """A block was called without gradients inside a forward that has them, as slices call it."""
         if self._run is not None:
-            self._say(
-                "blocks that are called without gradients in a forward that has them, as slices are "
-                "(tile_batch_, micro-batches that share a fetch), are left to recompute by themselves"
-            )
+            self._run.left_alone = True
 
     def switched_off(self) -> None:
         """A block's own switch was on; it is off now."""
@@ -420,7 +424,7 @@ class BudgetedBlock:
         if torch._C._functorch.peek_interpreter_stack() is not None or in_backward():
             return self._forward(*args, **kwargs)
         if not torch.is_grad_enabled():
-            self._budget.runs_in_slices()
+            self._budget.left_alone()
             return self._forward(*args, **kwargs)
         if _in_checkpoint():
             if getattr(self._module, "gradient_checkpointing", False):
