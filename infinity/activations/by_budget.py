@@ -83,7 +83,7 @@ class _Waiting:
 
     def __init__(self) -> None:
         self.over = False
-        """Whether its backward has come back to the first block."""
+        """Whether its backward has come back to the first block that trains."""
 
     def came_back(self, *_: Any) -> None:
         """Be called before the first block's backward."""
@@ -108,6 +108,8 @@ class _Run:
     """Whether blocks were called without gradients."""
     waiting: _Waiting | None = None
     """Of its graph."""
+    emptied: list[Any] = field(default_factory=list)
+    """Caches that its blocks were to fill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,8 @@ class ActivationBudget:
         """All so far."""
         self._waiting: list[weakref.ref[_Waiting]] = []
         self._said: set[str] = set()
+        self._emptied: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Caches of keys and values that a forward with gradients was given, and did not fill."""
         self.reason = "nothing is measured yet: the first step recomputes all blocks"
         """What the last forward did, and why, for people."""
 
@@ -172,6 +176,7 @@ class ActivationBudget:
         run, self._run = self._run, None
         if run is None:
             return
+        self._emptied.update(run.emptied)
         if output is None:
             self._failed(run)
             return
@@ -298,9 +303,8 @@ class ActivationBudget:
         if run is None:
             return plain(*args, **kwargs)
         self._switch_off(module)
-        args, kwargs = _without_cache(args, kwargs, type(module).__name__)
-        first = not run.decided
-        if first:
+        args, kwargs = _without_cache(args, kwargs, type(module).__name__, run.emptied)
+        if not run.decided:
             self._decide(run, module, (args, kwargs))
         call = number, run.counts[number]
         run.counts[number] += 1
@@ -311,7 +315,7 @@ class ActivationBudget:
             place = run.places.get(call, self._safe_place)
             kept = place == KEEP
             output = plain(*args, **kwargs) if kept else self._recompute(plain, args, kwargs, place)
-        if first:
+        if run.waiting is None:
             self._follow(run, output)
         return output
 
@@ -319,6 +323,17 @@ class ActivationBudget:
         """A block was called without gradients inside a forward that has them, as slices call it."""
         if self._run is not None:
             self._run.left_alone = True
+
+    def refuse_emptied(self, args: Any, kwargs: Any) -> None:
+        """Refuse a cache that an earlier forward should have filled.
+
+        Raises: UnsupportedError.
+        """
+        if self._emptied and any(one in self._emptied for one in _caches_in(args, kwargs)):
+            raise UnsupportedError(
+                "activation_memory: the cache of keys and values of a forward with gradients is used again. "
+                "It is empty, as blocks may be recomputed. Run that forward in torch.no_grad()"
+            )
 
     def switched_off(self) -> None:
         """A block's own switch was on; it is off now."""
@@ -346,7 +361,7 @@ class ActivationBudget:
 
         Raises: UnsupportedError for one that changes itself in its forward.
         """
-        versions = {name: one._version for name, one in module.named_buffers()}
+        before = {name: (one, one._version) for name, one in module.named_buffers()}
         own = _own_storages(module)
         block = measured.block((args, kwargs))
 
@@ -356,7 +371,11 @@ class ActivationBudget:
                 block.saved(tensor)
 
         output = self._recompute(plain, args, kwargs, self._safe_place, saved)
-        changed = [name for name, one in module.named_buffers() if versions.get(name) != one._version]
+        changed = [
+            name
+            for name, one in module.named_buffers()
+            if name not in before or before[name][0] is not one or before[name][1] != one._version
+        ]
         if changed:
             raise UnsupportedError(
                 f"activation_memory: a {type(module).__name__} changes its buffers {', '.join(changed)} in "
@@ -395,7 +414,7 @@ class ActivationBudget:
             return checkpoint(forward, *tensors, use_reentrant=False)
 
     def _follow(self, run: _Run, output: Any) -> None:
-        """Note when the backward comes back to the first block."""
+        """Note when the backward comes back to the first block that trains."""
         node = next((one.grad_fn for one in tensors_in(output) if one.grad_fn is not None), None)
         if node is not None:
             waiting = run.waiting = _Waiting()
@@ -423,6 +442,7 @@ class BudgetedBlock:
         """Run the block."""
         if torch._C._functorch.peek_interpreter_stack() is not None or in_backward():
             return self._forward(*args, **kwargs)
+        self._budget.refuse_emptied(args, kwargs)
         if not torch.is_grad_enabled():
             self._budget.left_alone()
             return self._forward(*args, **kwargs)
@@ -469,15 +489,19 @@ def _own_storages(module: nn.Module) -> set[int]:
     return {one._cdata for one in storages}
 
 
-def _without_cache(args: Any, kwargs: Any, kind: str) -> tuple[Any, Any]:
+def _caches_in(args: Any, kwargs: Any) -> list[Any]:
+    cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
+    return [one for one in (*args, *kwargs.values()) if isinstance(one, cache)]
+
+
+def _without_cache(args: Any, kwargs: Any, kind: str, emptied: list[Any]) -> tuple[Any, Any]:
     """Return a block's arguments without a cache of keys and values, which a recomputation would fill again.
+    emptied: where those caches are noted.
 
     Raises: UnsupportedError for a cache that holds tokens, or room for them.
     """
-    cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
-    for one in (*args, *kwargs.values()):
-        if not isinstance(one, cache):
-            continue
+    caches = _caches_in(args, kwargs)
+    for one in caches:
         growing = type(one).__name__ in ("DynamicCache", "EncoderDecoderCache")
         if not growing or one.get_seq_length() > 0:
             raise UnsupportedError(
@@ -486,7 +510,9 @@ def _without_cache(args: Any, kwargs: Any, kind: str) -> tuple[Any, Any]:
                 "Call the model with use_cache=False and without a cache; PEFT's prefix tuning needs one, "
                 "and goes without activation_memory"
             )
+    emptied += caches
+    taken = {id(one) for one in caches}
     return (
-        tuple(None if isinstance(one, cache) else one for one in args),
-        {name: None if isinstance(one, cache) else one for name, one in kwargs.items()},
+        tuple(None if id(one) in taken else one for one in args),
+        {name: None if id(one) in taken else one for name, one in kwargs.items()},
     )

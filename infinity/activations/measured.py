@@ -141,6 +141,7 @@ class MeasuredForward:
         if not any(one.numel() == 1 for one in returned):  # the loss is made of these by others
             extra = _LOSS_NBYTES * sum(one.numel() for one in returned)
         shared = self._shared_nbytes + sum(self._known.add(one) for one in tensors_in(output))
+        self._ends.clear()  # nodes that refer to this would keep the graph
         return StepMemory(tuple(self._blocks), shared, self._head_nbytes, working + extra)
 
 
@@ -170,11 +171,12 @@ class _MeasuredBlock:
         # The next block's input, or of the head; it is counted there.
         outputs = {storage._cdata for one in returned if (storage := storage_of(one)) is not None}
         kept = sum(one.nbytes() for key, one in self._held.items() if key not in outputs)
+        nodes, self._nodes = self._nodes, set()
         self._held.clear()
         differentiable = [one for one in returned if one.requires_grad]
-        gradients = backward_nbytes(differentiable, self._nodes)
+        gradients = backward_nbytes(differentiable, nodes)
         beside = sum(one.nbytes for one in returned)
-        forward = beside + _TEMPORARIES * largest_nbytes(differentiable, self._nodes)
+        forward = beside + _TEMPORARIES * largest_nbytes(differentiable, nodes)
         return BlockMemory(self._own, self._leaving, kept, max(gradients, forward), max(seconds, 0.0))
 
 

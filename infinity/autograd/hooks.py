@@ -207,7 +207,7 @@ class Hooks:
         if task != -1 or (pair is not None and _is_hook_of_checkpoint(pair[0])):
             return inputs, None
         if pair is None or getattr(pair[0], "infinity", None) is not self:
-            return None, self._packing(*((_where_it_is, _as_is) if pair is None else pair))
+            return None, self._packing(*((_where_it_is, _unchanged) if pair is None else pair))
         return None, None
 
     def _begin_outermost(self, module: nn.Module, task: int, inputs: Any, below: Sequence[Unit]) -> None:
@@ -488,15 +488,27 @@ def _mark(node: Any) -> object:
     return None if node is None else node.metadata.setdefault(_mark, object())
 
 
-def _as_is(value: Any) -> Any:
-    return value
-
-
-def _where_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what autograd keeps of a tensor that stays. An operation's result that is kept as itself would
-    keep the operation, and a graph that no backward frees would never go.
+def _where_it_is(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return what autograd keeps of a tensor that stays, and its version. An operation's result that is kept
+    as itself would keep the operation, and a graph that no backward frees would never go.
     """
-    return tensor.detach() if tensor.grad_fn is not None else tensor
+    return tensor.detach() if tensor.grad_fn is not None else tensor, tensor._version
+
+
+def _unchanged(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """Return a tensor that stayed; autograd does not compare versions where hooks keep what it saves.
+
+    Raises: RuntimeError for one that was changed in place.
+    """
+    tensor, version = kept
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that the backward needs was changed in place after it "
+            f"was saved: it is at version {tensor._version}, not {version}. Use an operation that is not in "
+            "place. The inputs of a block that is recomputed (checkpointing, activation_memory) are needed, "
+            "too, as they were when it began."
+        )
+    return tensor
 
 
 def _is_hook_of_checkpoint(pack: Any) -> bool:

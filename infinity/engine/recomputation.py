@@ -31,7 +31,7 @@ def keep_to_budget(engine: Engine, models: Sequence[nn.Module]) -> None:
             "activation_memory with Init(partition_activations=...): what a rank keeps of an input that "
             "others have, too, is not counted. Leave one of the two out"
         )
-    blocks = [one for model in models for one in blocks_of(model)]
+    blocks = list(dict.fromkeys(one for model in models for one in blocks_of(model)))  # models may share some
     if not blocks:
         kinds = ", ".join(sorted({type(one).__name__ for one in models})) or "no model"
         raise UnsupportedError(

@@ -468,3 +468,111 @@ def test_auto_takes_what_is_free(folder, monkeypatch):
 def test_settings_that_cannot_work_are_refused(fields, why):
     with pytest.raises(infinity.ConfigError, match=why):
         infinity.Config(**fields)
+
+
+class Listed(nn.Module):
+    """Blocks between two layers; `calls` says how they are called."""
+
+    def __init__(self, block, calls=lambda block, x: block(x)):
+        super().__init__()
+        self.first, self.calls = nn.Linear(64, 64), calls
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.calls(block, x)
+        return x.float().square().mean()
+
+
+X = torch.ones(256, 64, dtype=torch.bfloat16)
+
+
+def call_and_change(block, x):
+    given = x + 0
+    output = block(given)
+    given.add_(1)
+    return output
+
+
+class Changing(Block):
+    """Changes its input, which plain torch allows here."""
+
+    def forward(self, x):
+        x.mul_(0.5)
+        return super().forward(x)
+
+
+class Abs(Block):
+    """Saves nothing of its input."""
+
+    def forward(self, x):
+        return self.up(torch.relu(x + 1))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Listed(Changing), lambda: Listed(Abs, call_and_change)], ids=["by itself", "by another"]
+)
+def test_a_block_whose_input_changes_in_place_is_refused_before_its_recomputation_is_used(make):
+    model = built(None, PLENTY, make)
+    loss = model(X)
+    with pytest.raises(RuntimeError, match=r"changed in place after it was saved.*activation_memory"):
+        loss.backward()
+
+
+def test_blocks_that_put_another_buffer_in_the_place_of_one_are_refused(folder):
+    class Average(Block):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(()))
+
+        def forward(self, x):
+            self.mean = self.mean * 0.9 + x.detach().float().mean() * 0.1
+            return super().forward(x) * (1 + self.mean).bfloat16()
+
+    with pytest.raises(infinity.UnsupportedError, match="Average changes its buffers mean"):
+        built(folder, PLENTY, lambda: Listed(Average))(X)
+
+
+def test_a_cache_that_a_forward_with_gradients_left_empty_is_refused_when_it_is_used(folder):
+    model = built(folder, PLENTY).eval()
+    cache = model(input_ids=batch()).past_key_values
+    name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+    with pytest.raises(infinity.UnsupportedError, match="used again"):
+        model(input_ids=batch()[:, :1], **{name: cache})
+    with torch.no_grad(), pytest.raises(infinity.UnsupportedError, match="used again"):
+        model(input_ids=batch()[:, :1], **{name: cache})
+
+
+def test_a_forward_waits_for_its_backward_though_its_first_blocks_are_frozen(folder):
+    def half_frozen():
+        model = Listed(Block)
+        for one in (*model.first.parameters(), *model.blocks[0].parameters()):
+            one.requires_grad_(False)
+        return model
+
+    model = built(folder, PLENTY, half_frozen)
+    model(X).backward()
+    first, second = model(X), model(X)
+    assert "another waited for its backward" in model_says(model)
+    (first + second).backward()
+
+
+def test_a_measuring_forward_that_no_backward_follows_leaves_no_graph(folder):
+    model = built(folder, PLENTY, lambda: Listed(Block))
+    gc.collect()
+    gc.disable()
+    try:
+        loss = model(X)
+        waiting = budget_of(model)._waiting[-1]
+        del loss
+        assert waiting() is None
+    finally:
+        gc.enable()
+
+
+def test_blocks_that_two_models_share_are_wrapped_once(folder):
+    with infinity.Init(nvme=str(folder), host_memory="8MiB", activation_memory=PLENTY):
+        one, other = Listed(Block), Listed(Block)
+        other.blocks = one.blocks
+    assert not any(hasattr(block.forward.__wrapped__, "__wrapped__") for block in one.blocks)
