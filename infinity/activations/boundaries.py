@@ -21,11 +21,13 @@ next: no operation is running then, so the tensor's version tells whether anythi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from types import FrameType
 
 import torch
@@ -72,6 +74,7 @@ class Boundary:
         "_nbytes",
         "_number",
         "_passes",
+        "_place",
         "_record",
         "_room_nbytes",
         "_shape",
@@ -81,10 +84,15 @@ class Boundary:
     )
 
     def __init__(
-        self, boundaries: Boundaries, tensor: torch.Tensor, number: int, before: Boundary | None
+        self,
+        boundaries: Boundaries,
+        tensor: torch.Tensor,
+        number: int,
+        before: Boundary | None,
+        place: str | None,
     ) -> None:
-        """Save `tensor`, as yet where it is."""
-        self._all = boundaries
+        """Save `tensor`, as yet where it is. place: "host" or "nvme", where it is to wait."""
+        self._all, self._place = boundaries, place
         self._number = number
         self._before = weakref.ref(before) if before is not None else None
         self._shape, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
@@ -110,7 +118,7 @@ class Boundary:
             return
         self._check_version(self._tensor)
         every = self._all
-        if every.mode == "host" and every.kept.try_reserve(self._nbytes):
+        if self._place == "host" and every.kept.try_reserve(self._nbytes):
             self._charged = self._nbytes
             if not every.device.is_host:
                 download = every.device.download(flattened(self._tensor), ours=False)
@@ -243,7 +251,7 @@ class Boundaries:
 
     def __init__(
         self,
-        mode: str,
+        mode: str | None,
         lane: StreamLane,
         device: Device,
         outgoing_share: OutgoingShare,
@@ -253,8 +261,9 @@ class Boundaries:
         *,
         verify: str,
     ) -> None:
-        """Keep boundaries in `kept` (with mode "host") and in `nvme`."""
-        self.mode, self.lane, self.device, self.outgoing_share = mode, lane, device, outgoing_share
+        """Keep boundaries in `kept` (with mode "host") and in `nvme`; with None, where `waiting_in` says."""
+        self._mode, self._place = mode, mode
+        self.lane, self.device, self.outgoing_share = lane, device, outgoing_share
         self.kept, self.nvme = kept, nvme
         self.tile_numel = 0
         """Elements of a slot's tile, from `open` on."""
@@ -272,14 +281,27 @@ class Boundaries:
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor that autograd is about to save is a boundary; asked from the hook it calls."""
-        return is_boundary(tensor, self.device.torch_device)
+        return self._place is not None and is_boundary(tensor, self.device.torch_device)
+
+    @contextlib.contextmanager
+    def waiting_in(self, place: str | None) -> Iterator[None]:
+        """Let boundaries that are saved inside the `with` wait in "host" or "nvme"; None: they stay."""
+        before, self._place = self._place, place
+        try:
+            yield
+        finally:
+            self._place = before
+
+    def can_leave(self, tensor: torch.Tensor) -> bool:
+        """Whether the input of a checkpoint could wait elsewhere."""
+        return is_movable(tensor, self.device.torch_device)
 
     def save(self, tensor: torch.Tensor) -> Boundary:
         """Return what autograd keeps in the place of a boundary; the one before it leaves."""
         self.settle()
         before = self._newest() if self._newest is not None else None
         self._saved += 1
-        boundary = Boundary(self, tensor, self._saved, before)
+        boundary = Boundary(self, tensor, self._saved, before, self._place)
         self._newest = weakref.ref(boundary)
         if before is not None:
             before.leave()
@@ -301,6 +323,7 @@ class Boundaries:
         """Begin to write a boundary."""
         most = 1 + self.outgoing_share.ledger.limit_nbytes // max(tensor.nbytes, 1)
         self.outgoing_share.await_buffer(tensor.nbytes, most)
+        self.settle()  # what was written while this waited
         download = self.device.download(tensor, ours=False)
         lease = self.outgoing_share.lease(tensor.nbytes)
         job = SavePass(record, download.tensor, download.transfer, self.tile_numel, lease.end)
@@ -341,24 +364,29 @@ class Boundaries:
 
     def backward_ended(self) -> None:
         """Warn, once, if no boundary was found."""
-        if not self._saved and not self._told:
+        if self._mode is not None and not self._saved and not self._told:
             self._told = True
             logger.warning(
                 'offload_activations="%s" found nothing to offload: no checkpoint saved an input of %d bytes '
                 "or more that requires a gradient. Call model.activation_checkpointing_enable() (before "
                 "transformers 5.24: gradient_checkpointing_enable) or infinity.tiling.tile_batch_, or leave "
                 "it out.",
-                self.mode,
+                self._mode,
                 BLOCK,
             )
 
 
 def is_boundary(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether a tensor on `device` that autograd is about to save is a boundary; see [Note: boundaries]."""
+    return is_movable(tensor, device) and _saver() in _SAVERS
+
+
+def is_movable(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor on `device` is one of those that a block begins with, and worth a place elsewhere."""
     if type(tensor) is not torch.Tensor or not tensor.requires_grad or tensor.nbytes < BLOCK:
         return False
     whole = tensor.is_floating_point() and tensor.nbytes % ELEMENT_NBYTES == 0 and _is_dense(tensor)
-    return whole and tensor.device == device and _saver() in _SAVERS
+    return whole and tensor.device == device
 
 
 def stands_between(module: str) -> None:

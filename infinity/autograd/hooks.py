@@ -36,7 +36,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -94,6 +94,19 @@ class BackwardLease:
     units: list[Unit] = field(default_factory=list)
 
 
+class ForwardFollower(Protocol):
+    """Is told of each forward that a backward may follow: what blocks keep is decided there."""
+
+    def began(self, inputs: Any) -> None:
+        """Such a forward begins; inputs: (args, kwargs) of its outermost module."""
+
+    def saved(self, tensor: torch.Tensor) -> None:
+        """Autograd saves a tensor that is no weight."""
+
+    def ended(self, output: Any) -> None:
+        """The forward is over; output: None where it failed."""
+
+
 class Hooks:
     """Follows forwards and backwards of one engine's modules. One instance per engine, used by one thread at
     a time.
@@ -126,6 +139,7 @@ class Hooks:
         """Called with a module whose forward begins that a backward may follow."""
         self.round_began: list[Any] = []
         """Called with a module whose forward begins that no backward will follow."""
+        self.followers: list[ForwardFollower] = []
 
     @property
     def in_forward(self) -> bool:
@@ -164,7 +178,7 @@ class Hooks:
                 self._abandon_frames()
                 break
         if not self._frames:
-            self._begin_outermost(module, task, below)
+            self._begin_outermost(module, task, inputs, below)
         watched, saving = self._watching(task, inputs) if torch.is_grad_enabled() and saves else (None, None)
         outer = self._frames[-1] if self._frames else None
         counts = task == -1 and self._counting and (outer is None or (outer.counts and not outer.slices))
@@ -193,15 +207,17 @@ class Hooks:
         if task != -1 or (pair is not None and _is_hook_of_checkpoint(pair[0])):
             return inputs, None
         if pair is None or getattr(pair[0], "infinity", None) is not self:
-            return None, self._packing(*((_as_is, _as_is) if pair is None else pair))
+            return None, self._packing(*((_where_it_is, _unchanged) if pair is None else pair))
         return None, None
 
-    def _begin_outermost(self, module: nn.Module, task: int, below: Sequence[Unit]) -> None:
+    def _begin_outermost(self, module: nn.Module, task: int, inputs: Any, below: Sequence[Unit]) -> None:
         """Begin a forward within no other; a recomputation, in a backward, is none that counts."""
         refuse(module)
         self._counting = task == -1 and torch.is_grad_enabled()
         for call in self.forward_began if self._counting else self.round_began if task == -1 else ():
             call(module)
+        for one in self.followers if self._counting else ():
+            one.began(inputs)
         alone = task == -1 and not self._counting
         self._at_once = alone and bool(below) and self._residency.are_here(below)
 
@@ -256,6 +272,9 @@ class Hooks:
         if not self._frames and graph_task() == -1:
             self._residency.meet()
         self._residency.raise_refused()
+        if not self._frames and self._counting:
+            for one in self.followers:
+                one.ended(output)
 
     def _abandon_frames(self) -> None:
         """End the frames of a forward that was interrupted (KeyboardInterrupt runs no hooks)."""
@@ -314,7 +333,9 @@ class Hooks:
         )
         if unit is None or tensor.dtype != unit.flat.dtype:
             boundaries = self._boundaries
-            if otherwise is _as_is and boundaries is not None and boundaries.takes(tensor):
+            for one in self.followers:
+                one.saved(tensor)
+            if otherwise is _where_it_is and boundaries is not None and boundaries.takes(tensor):
                 return boundaries.save(tensor)
             return otherwise(tensor)
         return PackedWeight(unit, tensor.shape, tensor.stride(), int(tensor.storage_offset()), unit.version)
@@ -467,8 +488,27 @@ def _mark(node: Any) -> object:
     return None if node is None else node.metadata.setdefault(_mark, object())
 
 
-def _as_is(value: Any) -> Any:
-    return value
+def _where_it_is(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return what autograd keeps of a tensor that stays, and its version. An operation's result that is kept
+    as itself would keep the operation, and a graph that no backward frees would never go.
+    """
+    return tensor.detach() if tensor.grad_fn is not None else tensor, tensor._version
+
+
+def _unchanged(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """Return a tensor that stayed; autograd does not compare versions where hooks keep what it saves.
+
+    Raises: RuntimeError for one that was changed in place.
+    """
+    tensor, version = kept
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that the backward needs was changed in place after it "
+            f"was saved: it is at version {tensor._version}, not {version}. Use an operation that is not in "
+            "place. The inputs of a block that is recomputed (checkpointing, activation_memory) are needed, "
+            "too, as they were when it began."
+        )
+    return tensor
 
 
 def _is_hook_of_checkpoint(pack: Any) -> bool:

@@ -89,7 +89,7 @@ class LanguageModel:
                 self.folder, config=self._config, local_files_only=True, trust_remote_code=False, **more
             )
         checkpointed = getattr(model, "supports_gradient_checkpointing", False)
-        if self._settings.checkpointing and not checkpointed:
+        if self._settings.checkpointing and self._settings.activation_memory is None and not checkpointed:
             raise ConfigError(
                 f"--model {self.folder}: {type(model).__name__} has no gradient checkpointing. "
                 "Add --no-checkpointing."

@@ -327,6 +327,8 @@ def _add_recipe(add: Callable[..., object], add_advanced: Callable[..., object])
     add("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help=checkpointing)
     offload = "where to keep the blocks' inputs until the backward: in --host-memory, or on NVMe (neither)"
     add_advanced("--offload-activations", choices=("host", "nvme"), help=offload)
+    kept = 'memory for activations, or "auto": decides which blocks are recomputed (all)'
+    add_advanced("--activation-memory", metavar="SIZE", help=kept)
     add("--max-norm", type=_norm, metavar="X", help="clip the gradients' norm (none)")
     update = "when updates are applied (auto: in the backward, unless gradients are clipped or accumulated)"
     add_advanced("--update", choices=("auto", "forward", "backward"), default="auto", help=update)
@@ -391,6 +393,14 @@ def _check(settings: TrainSettings) -> None:
         "--offload-activations excludes --no-checkpointing: it moves the inputs of checkpointed blocks.": (
             offload is not None and not settings.checkpointing
         ),
+        "--activation-memory excludes --offload-activations: it decides which inputs wait where.": (
+            settings.activation_memory is not None and offload is not None
+        ),
+        "--activation-memory excludes --plain.": settings.activation_memory is not None and settings.plain,
+        "--activation-memory excludes --accumulate with --checkpointing: micro-batches that share one fetch "
+        "are recomputed, without --no-checkpointing.": settings.activation_memory is not None
+        and settings.accumulate > 1
+        and settings.checkpointing,
         "--offload-activations nvme excludes --no-nvme.": offload == "nvme" and settings.in_host_memory,
         "--no-nvme excludes --nvme.": settings.in_host_memory and nvme,
         "--durable needs --nvme DIR, a folder that keeps the run, and excludes --plain.": bool(

@@ -52,6 +52,8 @@ class TrainSettings:
     checkpointing: bool = True
     offload_activations: str | None = None
     """Where the blocks' inputs are kept until the backward; see Config."""
+    activation_memory: str | None = None
+    """Of what blocks keep until the backward, instead of checkpointing; see Config."""
     accumulate: int = 1
     """Micro-batches per step; with `checkpointing` they share one fetch of the weights."""
     lr: float = 3e-4

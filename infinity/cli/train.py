@@ -243,6 +243,7 @@ def build(settings: TrainSettings, task: Task, folder: Path) -> tuple[nn.Module,
         aio=settings.aio,
         dtype=settings.dtype,
         offload_activations=settings.offload_activations,
+        activation_memory=settings.activation_memory,
         durable=f"every {settings.durable} steps" if settings.durable else False,
         **stored,
     )
@@ -258,7 +259,7 @@ def build(settings: TrainSettings, task: Task, folder: Path) -> tuple[nn.Module,
         trained = [one for one in model.parameters() if one.requires_grad]
         optimizer = AdamW(trained, update=settings.updates_in, **rates)
     model.train()
-    if settings.checkpointing:
+    if settings.checkpointing and settings.activation_memory is None:
         recompute_blocks(model)
     return model, optimizer
 

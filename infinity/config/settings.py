@@ -90,6 +90,11 @@ class Config:
     offload_activations: where the inputs of checkpointed blocks are kept until the backward (those of
         torch.utils.checkpoint, and of tiling's slices): "host" is within host_memory as far as that has room,
         else on NVMe; "nvme" is on NVMe alone. None: on the device, beside host_memory.
+    activation_memory: bytes, or text like "2GiB": of what forwards keep for their backwards, where the model
+        computes. The first step measures what each block needs; then some keep it, the others are recomputed,
+        and where that is too much their inputs wait in host_memory or on NVMe. infinity.stats says what was
+        decided and why. "auto": nine tenths of what is free there then. None: the model's own checkpointing
+        decides, and offload_activations. See planning.recomputation.
     aio: the I/O engine, "io_uring", "threads" or "buffered"; None takes INFINITY_AIO, or the best one that
         works.
     verify: whether what is read is compared with the hash of what was written: "always" (or True), "sample"
@@ -116,6 +121,7 @@ class Config:
     sequence_parallel: int = 1
     expert_parallel: int = 1
     offload_activations: str | None = None
+    activation_memory: int | str | None = None
     aio: str | None = None
     verify: bool | str = "always"
     durable: bool | str = False
@@ -126,6 +132,8 @@ class Config:
     """`host_memory` in bytes, or None."""
     device_nbytes: int | None = field(init=False)
     """`device_memory` in bytes, or None."""
+    activation_nbytes: int | None = field(init=False)
+    """`activation_memory` in bytes; None for None and "auto"."""
     tile_nbytes: int | None = field(init=False)
     """`tile_above` in bytes; None for None and "auto"."""
     nvme_folders: tuple[str, ...] = field(init=False)
@@ -143,6 +151,8 @@ class Config:
         object.__setattr__(self, "device_nbytes", _nbytes("device_memory", self.device_memory))
         tile_above = None if self.tile_above == "auto" else self.tile_above
         object.__setattr__(self, "tile_nbytes", _nbytes("tile_above", tile_above))
+        activations = None if self.activation_memory == "auto" else self.activation_memory
+        object.__setattr__(self, "activation_nbytes", _nbytes("activation_memory", activations))
         object.__setattr__(self, "verify", _verify(self.verify))
         object.__setattr__(self, "durable_steps", _durable_steps(self.durable))
         self._check_choices()
@@ -196,6 +206,11 @@ class Config:
     def _check_tiers(self) -> None:
         if self.offload_activations == "nvme" and not self.nvme_folders:
             raise ConfigError('offload_activations="nvme" needs a folder on NVMe (nvme=...)')
+        if self.activation_memory is not None and self.offload_activations is not None:
+            raise ConfigError(
+                f"activation_memory={self.activation_memory!r} decides itself which inputs wait where: leave "
+                f"offload_activations={self.offload_activations!r} out"
+            )
         if self.durable_steps and not self.nvme_folders:
             raise ConfigError(f"durable={self.durable!r} needs a folder on NVMe (nvme=...)")
         if self.frozen_dtype is not None and not self.nvme_folders:
@@ -277,7 +292,9 @@ class Config:
         nvme = ", ".join(self.nvme_folders) or None
         state = "" if self.state_dtype == "fp32" else f", state_dtype={self.state_dtype}"
         durable = f", durable={self.durable!r}" if self.durable_steps else ""
-        return f"nvme={nvme}, host_memory={host}, device={device}, dtype={self.dtype}{state}{durable}"
+        kept = "" if self.activation_memory is None else f", activation_memory={self.activation_memory}"
+        dtype = f"dtype={self.dtype}{state}{durable}{kept}"
+        return f"nvme={nvme}, host_memory={host}, device={device}, {dtype}"
 
 
 def check_fields(given: Iterable[str], more: Iterable[str] = ()) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from infinity.activations.boundaries import Boundaries
+from infinity.activations.by_budget import ActivationBudget
 from infinity.activations.partitioned import PartitionedBoundaries, open_parts
 from infinity.autograd.arrivals import Arrivals
 from infinity.autograd.foreign import ForeignParameters, ForeignSteps
@@ -125,6 +126,8 @@ class Engine:
         """What offloads the inputs of checkpoints; None where they stay."""
         self.parts = self._open_parts(copies)
         """What divides them among ranks first; None where each rank keeps its own."""
+        self.activations: ActivationBudget | None = None
+        """What decides which blocks are recomputed; None where their models do."""
         self.hooks = Hooks(self.residency, self.parts or self.boundaries)
         if self.boundaries is not None:
             self.hooks.backward_ended.append(self.boundaries.backward_ended)
@@ -189,7 +192,7 @@ class Engine:
 
     def _open_boundaries(self) -> Boundaries | None:
         """Return what offloads the inputs of checkpoints, if anything is to."""
-        if self.config.offload_activations is None:
+        if self.config.offload_activations is None and self.config.activation_memory is None:
             return None
         return Boundaries(
             self.config.offload_activations,
@@ -435,6 +438,11 @@ class Engine:
     def is_cut(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter is one of several tiles of a matrix."""
         return id(parameter) in self._cut
+
+    def follow_activations(self, budget: ActivationBudget) -> None:
+        """Tell `budget` of the forwards of the models, whose blocks it decides on."""
+        self.activations = budget
+        self.hooks.followers.append(budget)
 
     def follow(self, training: TrainingStateSource, step: int, *, resumed: bool) -> None:
         """Have a durable run, if this is one, commit what `training` captures; it lives with the engine."""

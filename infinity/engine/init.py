@@ -19,6 +19,7 @@ from infinity.engine.construction import Construction
 from infinity.engine.engine import Engine
 from infinity.engine.pretrained import loading_in_order
 from infinity.engine.quantized import leaving_packed
+from infinity.engine.recomputation import keep_to_budget
 from infinity.engine.scripting import refusing_scripts
 from infinity.engine.sequences import sequence_parallel
 from infinity.errors import ConfigError, UnsupportedError
@@ -166,6 +167,7 @@ class Init:
                 models = construction.finish()
                 if self.config.sequence_parallel > 1:
                     _divide_sequences(models)
+                keep_to_budget(engine, models)
         except BaseException:
             engine.close()
             raise

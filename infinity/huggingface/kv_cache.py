@@ -148,7 +148,7 @@ class _Segments:
         self._boundaries.settle()
         self._count += 1
         with torch.inference_mode(mode=False), torch.no_grad():
-            boundary = Boundary(self._boundaries, tensor.contiguous().clone(), self._count, None)
+            boundary = Boundary(self._boundaries, tensor.contiguous().clone(), self._count, None, "host")
             boundary.leave()
         self.sealed_nbytes += tensor.nbytes
         return boundary

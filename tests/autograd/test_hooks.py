@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -261,3 +262,26 @@ def test_a_transformer_layer_in_eval_equals_plain_torch_with_hooks(nvme):
     x = X(torch.Generator().manual_seed(1))[0]
     with torch.no_grad():
         assert torch.equal(plain.eval()(x), ours.eval()(x))
+
+
+def test_a_forward_that_no_backward_follows_leaves_no_graph(nvme):
+    class Alive:
+        pass
+
+    def build():
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU(), nn.Softmax(-1))
+
+    _, ours = build_both(build, nvme=nvme)
+    alive = Alive()
+    reference = weakref.ref(alive)
+
+    def follow(module, args, output, alive=alive):
+        output.grad_fn.register_prehook(lambda *_: alive)
+
+    hook = ours[1].register_forward_hook(follow)
+    output = ours(torch.randn(2, 8).bfloat16())
+    hook.remove()
+    del follow, hook, alive
+    assert reference() is not None
+    del output
+    assert reference() is None

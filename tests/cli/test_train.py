@@ -101,6 +101,7 @@ def test_three_steps_leave_three_lines_a_picture_and_a_table(folder, capsys, mon
             {"accumulate": 2, "checkpointing": False, "max_norm": 0.5}, id="accumulated, one fetch each"
         ),
         pytest.param({"offload_activations": "nvme"}, id="activations on NVMe"),
+        pytest.param({"activation_memory": "64MiB"}, id="activations by budget"),
         pytest.param({"dtype": "fp32"}, id="in fp32", marks=pytest.mark.slow),
         pytest.param({"dtype": "fp32", "max_norm": 0.5, "accumulate": 2}, id="in fp32, clipped"),
     ],

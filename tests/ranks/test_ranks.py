@@ -76,6 +76,8 @@ OTHERS = [
     "node",
     "partitioned",
     "partitioned nvme",
+    "activation memory",
+    "nvme activation memory",
     "fragments",
     "in files",
     "changed by one",
@@ -145,6 +147,15 @@ def test_ranks_train_bit_for_bit_as_plain_data_parallelism(answers, ranks, case)
         assert all(one["nvme"] > 0 for one in given)
     if case == "nvme accumulated" and ranks == 2:  # a smaller share's gradients fit
         assert any(one["spilled"] > 0 for one in given)
+
+
+@pytest.mark.parametrize("case", ["activation memory", "nvme activation memory"])
+def test_ranks_decide_alike_what_blocks_keep_though_their_batches_differ(answers, case):
+    given = answers(2, case)
+    assert [one["different"] for one in given] == [[]] * 2
+    assert {one["measured"] for one in given} == {2}  # each length of the longest rank
+    (reason,) = {one["activations"] for one in given}
+    assert reason.startswith("1 of 2 blocks kept")
 
 
 @pytest.mark.parametrize(("ranks", "case"), [of(2, "experts"), of(2, "experts, checkpointed")])

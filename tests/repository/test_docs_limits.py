@@ -116,6 +116,10 @@ def generated_in_tiles(lab, **options):
     model.generate(models.batch(0)[:, :4].repeat(4, 1), max_new_tokens=2, pad_token_id=0, **options)
 
 
+def normed():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False)) for _ in range(2)))
+
+
 def merged_into_packed(lab):
     peft = pytest.importorskip("peft")
     with infinity.Init(nvme=lab.folder, host_memory="1MiB", frozen_dtype="nf4"):
@@ -240,6 +244,10 @@ TRIED = {
         lambda lab: nn.utils.parametrizations.weight_norm(lab.model()[1]),
     ],
     "`share_memory()`": [lambda lab: lab.model().share_memory()],
+    "`activation_memory` for blocks with batch norms": [
+        lambda lab: lab.build(normed, activation_memory="1MiB")(torch.ones(4, 8, dtype=torch.bfloat16)),
+    ],
+    "`activation_memory` for a model without blocks": [lambda lab: lab.model(activation_memory="1MiB")],
     "FSDP (`fully_shard`) of a model built in `Init`": [lambda lab: sharded(lab.model())],
     "`torch.func.grad`, `vjp`, `jacrev` of the model's own parameters": [
         lambda lab: torch.func.grad(functional)(dict(lab.model().named_parameters()), lab.built[-1]),

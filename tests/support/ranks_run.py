@@ -333,6 +333,34 @@ def grid():
     return {"different": different, "losses": trained[-1]["losses"], "absent": absent}
 
 
+def by_budget(nbytes, **settings):
+    """Train on batches that are longer on each rank, and in each step, without and with a budget."""
+    runs = []
+    for budget in (None, nbytes):
+        torch.manual_seed(5)
+        with infinity.Init(activation_memory=budget, **settings):
+            model = models.MODELS["llama"]()
+        model.train()
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for step in range(4):
+            length = 24 + 8 * dist.get_rank() + 16 * (step > 1)
+            ids = torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(step))
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        runs.append({"losses": losses, **model.state_dict()})
+    activations = engine_of_model(model).activations
+    return {
+        "different": [key for key, one in runs[0].items() if not same(one, runs[1][key])],
+        "activations": activations.reason,
+        "measured": len(activations.decisions),
+        "losses": losses,
+    }
+
+
 def partitioned(**settings):
     """Train copies of one model, once with all activations on every rank, and once with a part on each."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
@@ -465,6 +493,8 @@ CASES = {
     "reentrant": lambda: compare("llama", checkpoint="reentrant"),
     "checkpointed": lambda: compare("llama", checkpoint="not", options={"update": "backward"}),
     "frozen": lambda: compare("llama", freeze="mlp"),
+    "activation memory": lambda: by_budget(950 << 10, host_memory="64MiB"),
+    "nvme activation memory": lambda: by_budget(950 << 10, **NVME),
     "nvme": lambda: compare("llama", **NVME),
     "nvme backward": lambda: compare("gpt2", options={"update": "backward"}, **NVME),
     "nvme accumulated": lambda: compare("llama", micro=2, clip=0.5, **NVME),
