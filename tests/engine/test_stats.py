@@ -154,7 +154,8 @@ def test_printed_it_says_what_moved_and_what_was_waited_for():
     assert said["record lane"] == "read wait 4.0 s"
     assert said["ranks exchanged"] == "gather 2.0 KiB"
     assert len(said["placement"]) <= 100
-    assert len(str(now).splitlines()) == 12
+    assert said["activations"] == "kept 1"
+    assert len(str(now).splitlines()) == 13
 
 
 def test_a_notebook_shows_a_table_of_the_same_rows():
