@@ -38,9 +38,12 @@ _TESTS = (
     "-m",
     "gpu and not slow",
     "tests/device/test_gpu.py",
+    "tests/records/test_tensor_steps.py",
 )
 _PROBE = ("-m", "infinity.bench.device.probes")
-_STEPS = ("-m", "infinity.bench.device.gpu", "--model", "8b", "--layers", "8")
+_STEPS = ("-m", "infinity.bench.device.gpu", "--model", "8b", "--layers")
+_PLAIN = "plain PyTorch"
+_IN_MEMORY = (_PLAIN, "on the device", "in host memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +75,17 @@ def _tests(chosen: str) -> tuple[str, ...]:
 STAGES = (
     GpuStage("facts", (*_PROBE, "facts"), 40),
     GpuStage("link", (*_PROBE, "link"), 40),
-    GpuStage("pinning", (*_PROBE, "pinning"), 40),
-    GpuStage("device", _tests("same_bits or still_use or used_again or no_failure"), 60),
-    GpuStage("exactness", _tests("equals_training"), 150),
-    GpuStage("memory", _tests("steady_state or budget or take_no_device or unpins"), 70),
-    GpuStage("host waits", _tests("host_waits or beside_the_kernels"), 60),
-    GpuStage("steps", (*_STEPS, "--tokens", "8192"), 200),
-    GpuStage("tokens", (*_STEPS, "--only", "in host memory", "--tokens", "2048"), 80),
+    GpuStage("device", _tests("same_bits or still_use or used_again or no_failure or bits_of_the"), 40),
+    GpuStage("exactness", _tests("equals_training or copied_no_more"), 120),
+    GpuStage("memory", _tests("steady_state or budget or take_no_device or unpins"), 60),
+    GpuStage("host waits", _tests("host_waits or beside_the_kernels"), 40),
+    GpuStage("steps", (*_STEPS, "8", "--tokens", "8192", "--only", *_IN_MEMORY), 200),
+    GpuStage("NVMe", (*_STEPS, "2", "--tokens", "8192", "--only", _PLAIN, "on NVMe"), 120),
     GpuStage("update rates", (*_PROBE, "updates"), 40),
-    GpuStage("races", _tests("equals_training and llama"), 60, {"TORCH_CUDA_SANITIZER": "1"}),
     GpuStage("nccl", (*_PROBE, "nccl"), 40),
+    GpuStage("pinning", (*_PROBE, "pinning"), 40),
+    GpuStage("races", _tests("equals_training and llama"), 60, {"TORCH_CUDA_SANITIZER": "1"}),
+    GpuStage("tokens", (*_STEPS, "8", "--tokens", "2048", "--only", *_IN_MEMORY), 120),
 )
 """In the order in which they run: what the next ones build on first."""
 

@@ -46,9 +46,10 @@ SHAPES: dict[str, dict[str, int]] = {
             for name, one in PRESETS.items()
         ),
         ("269m", 20, 1024, 2816, 16, 8192),
+        ("8b", 32, 4096, 14336, 32, 32000),
     )
 }
-"""Llama models: the presets, and 269m, whose vocabulary is larger than bytes. Names are parameter counts."""
+"""Llama models: the presets, and two whose vocabulary is larger than bytes. Names are parameter counts."""
 MAX_NORM = 1.0
 UPDATES: dict[str, dict[str, Any]] = {
     "backward": {"update": "backward"},

@@ -161,13 +161,14 @@ def prepared(model, checkpoint):
     *matrix(
         name=["llama", "gpt2"],
         memory=["128KiB", "64MiB"],
+        room={"streams": "128KiB", "lives there": "64MiB"},
         checkpoint={"none": None, "reentrant": "reentrant", "non-reentrant": "non-reentrant"},
         update=["forward", "backward"],
     )
 )
-def test_training_on_cuda_equals_training_in_device_memory(folder, name, memory, checkpoint, update):
+def test_training_on_cuda_equals_training_in_device_memory(folder, name, memory, room, checkpoint, update):
     expected, weights = plain_losses(name, checkpoint, 5)
-    model = models.build(name, nvme=folder, host_memory=memory, device="cuda")
+    model = models.build(name, nvme=folder, host_memory=memory, device="cuda", device_memory=room)
     model.to("cuda")
     prepared(model, checkpoint)
     optimizer = AdamW(model.parameters(), update=update, **SETTINGS)
@@ -179,6 +180,23 @@ def test_training_on_cuda_equals_training_in_device_memory(folder, name, memory,
     assert losses == expected
     found = model.state_dict()
     assert [key for key, value in weights.items() if not torch.equal(found[key].cpu(), value.cpu())] == []
+    there = [unit.record.on_device for unit in engine_of_model(model).units]
+    assert all(there) if room == "64MiB" else not all(there)
+
+
+def test_what_lives_on_the_device_is_copied_no_more(folder):
+    model = models.build("llama", nvme=folder, host_memory="64MiB", device="cuda", device_memory="64MiB")
+    model.model.embed_tokens.requires_grad_(requires_grad=False)
+    model.to("cuda").train()
+    optimizer = AdamW([one for one in model.parameters() if one.requires_grad], update="backward", **SETTINGS)
+    device, moved = engine_of_model(model).device, []
+    for step in range(6):
+        on_gpu(model, models.batch(step))
+        optimizer.step()
+        optimizer.zero_grad()
+        moved.append(device.moved_nbytes)
+    assert moved[0] != moved[2]
+    assert moved[3:] == moved[2:5]
 
 
 class Training:

@@ -1,4 +1,6 @@
-"""Steps over tensors: their bits are those of the CPU's kernels. Trusted: these kernels."""
+"""Steps over tensors, on the CPU and on a GPU: their bits are those of the CPU's kernels. Trusted: these
+kernels.
+"""
 
 import pytest
 import torch
@@ -50,21 +52,26 @@ def fields(dtype, rule):
     return at | {name: moments[name] for name in rule.state}
 
 
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("rule", "scalars"), RULES)
-def test_a_step_over_tensors_has_the_bits_of_the_kernels(rule, scalars, wide, dtype):
+def test_a_step_over_tensors_has_the_bits_of_the_kernels(rule, scalars, wide, dtype, device):
     grad = randoms(4) if wide else randoms(4).bfloat16()
     ours, theirs = fields(dtype, rule), fields(dtype, rule)
     addresses = {name: one.data_ptr() for name, one in theirs.items()}
     rule.kernels[dtype, "fp32"](
         UpdateSpan(NUMEL, addresses, grad.data_ptr(), KERNEL_DTYPE[grad.dtype]), scalars
     )
-    scratch = steps.Scratch(torch.empty(steps.Scratch.nbytes_of(192), dtype=torch.uint8))
-    steps.make_step(rule.tensors, ours, grad, scalars, scratch)
+    scratch = steps.Scratch(torch.empty(steps.Scratch.nbytes_of(192), dtype=torch.uint8, device=device))
+    ours = {name: one.to(device) for name, one in ours.items()}
+    steps.make_step(rule.tensors, ours, grad.to(device), scalars, scratch)
     for name, one in theirs.items():
         bits = torch.int16 if one.element_size() == 2 else torch.int32
-        assert torch.equal(ours[name].view(bits), one.view(bits)), name
+        assert torch.equal(ours[name].cpu().view(bits), one.view(bits)), name
 
 
 def test_a_step_without_a_gradient_is_one_with_zeros():

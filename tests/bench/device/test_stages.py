@@ -1,5 +1,6 @@
 """The runner of `dev.py gpu`. Nothing is faked but the stages: small programs that do well, fail or hang."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from infinity.bench.device import stages
 from infinity.bench.device.stages import STAGES, GpuStage, run_stages, said, table_of
@@ -107,13 +109,29 @@ def test_what_a_stage_found_is_its_last_line_with_a_json_object(text, expected):
     assert said(text) == expected
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize(
+    "stage", [one for one in STAGES if "pytest" not in one.command], ids=lambda one: one.name
+)
+def test_without_a_device_a_measurement_says_so_with_its_own_arguments(stage, monkeypatch, capsys):
+    module, *arguments = stage.command[1:]
+    monkeypatch.setattr(sys, "argv", ["python", *arguments])
+    with pytest.raises(SystemExit):
+        importlib.import_module(module).main()
+    assert "no CUDA device is visible" in capsys.readouterr().err
+
+
 def test_the_stages_name_what_exists():
     assert all(importlib.util.find_spec(stage.command[1]) for stage in STAGES)
     assert sum(stage.limit_s for stage in STAGES[:7]) < 570  # all but the long ones are certain to be begun
 
 
 def test_the_tests_that_stages_choose_exist_and_every_test_is_chosen():
-    tests = re.findall(r"^def (test_\w+)", (ROOT / "tests/device/test_gpu.py").read_text(), re.MULTILINE)
+    stage = next(stage for stage in STAGES if "pytest" in stage.command)
+    files = [(ROOT / one).read_text() for one in stage.command if one.startswith("tests/")]
+    tests = re.findall(r"^def (test_\w+)", files[0], re.MULTILINE)
+    tests += re.findall(r"mark\.gpu.*\n(?:@.*\n)*def (test_\w+)", files[1])
+    assert len(tests) > 10
     chosen = [stage.command[-1].split(" and ")[0].split(" or ") for stage in STAGES if "-k" in stage.command]
     for words in chosen:
         assert all(any(word in name for name in tests) for word in words), words
