@@ -2,8 +2,6 @@
 the speed of its copies between host and device, beside a plain pinned copy in the same run.
 
     python -m infinity.bench.device.gpu --out bench/results
-
-Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -11,11 +9,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import gzip
 import json
 import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +34,11 @@ from infinity.bench.engine.runs import SETTLING, SHAPES, block_parameters, here,
 from infinity.cli.presets import recompute_blocks
 from infinity.device.device import AcceleratorDevice, Device, open_device
 from infinity.engine.engine import engine_of_model
-from infinity.storage.memory import Arena
+from infinity.storage.memory import Arena, Ledger
 
 STEPS = 6
-TILE_NUMEL = 1 << 19
-"""Elements of a full tile of the lane."""
+TILE_NUMEL = 1 << 22
+"""Elements of a tile of the lane that is uploaded from host memory alone."""
 
 CASES = ("on the device", "in host memory", "on NVMe")
 """Where weights, masters and moments are. On the device they are updated, too."""
@@ -67,6 +67,7 @@ def device_copies(device: Device, nbytes: int = 1 << 28) -> dict[str, float]:
     """Measure Infinity's own copies, tile by tile: bytes per second by direction, best of five."""
     arena = Arena(nbytes)
     device.pin(arena.address, nbytes)
+    device.room_for_downloads(Ledger(2 * nbytes))
     flat = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device="cuda")
     parts = flat.split(TILE_NUMEL)
 
@@ -131,8 +132,20 @@ def common(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, f
     return total
 
 
-def copies_in(events: Iterable[dict[str, Any]]) -> dict[str, Copies]:
-    """Return the copies, by direction, of a trace that torch.profiler has exported (its "traceEvents")."""
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a profile of a call shows."""
+
+    seconds: float
+    """The call's, under the profiler."""
+    kernels_s: float
+    """The part of it in which a kernel ran."""
+    copies: dict[str, Copies]
+    """By direction."""
+
+
+def profile_of(events: Iterable[dict[str, Any]], seconds: float = 0.0) -> Profile:
+    """Return the copies and kernels of a trace that torch.profiler has exported (its "traceEvents")."""
     spans: dict[str, list[dict[str, Any]]] = {"kernel": [], "HtoD": [], "DtoH": []}
     for event in events:
         kind = {"kernel": "kernel", "gpu_memcpy": event.get("name", "")[7:11]}.get(event.get("cat", ""))
@@ -142,7 +155,7 @@ def copies_in(events: Iterable[dict[str, Any]]) -> dict[str, Copies]:
         kind: merged((one["ts"] / 1e6, (one["ts"] + one["dur"]) / 1e6) for one in found)
         for kind, found in spans.items()
     }
-    return {
+    copies = {
         direction: Copies(
             sum(one["args"]["bytes"] for one in spans[kind]),
             sum(stop - start for start, stop in times[kind]),
@@ -151,16 +164,22 @@ def copies_in(events: Iterable[dict[str, Any]]) -> dict[str, Copies]:
         )
         for direction, kind in ((UP, "HtoD"), (DOWN, "DtoH"))
     }
+    return Profile(seconds, sum(stop - start for start, stop in times["kernel"]), copies)
 
 
-def profiled(call: Callable[[], Any]) -> dict[str, Copies]:
-    """Return the copies that a call makes."""
+def profiled(call: Callable[[], Any], trace: Path | None = None) -> Profile:
+    """Profile a call. trace: a file (.json.gz) to write besides, for chrome://tracing."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        timed(call)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Profiler clears events")
+        with torch.profiler.profile(activities=activities) as profile:
+            seconds = timed(call)
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profile.export_chrome_trace(file.name)
-        return copies_in(json.loads(Path(file.name).read_text())["traceEvents"])
+        text = Path(file.name).read_bytes()
+    if trace is not None:
+        trace.write_bytes(gzip.compress(text, compresslevel=6))
+    return profile_of(json.loads(text)["traceEvents"], seconds)
 
 
 # Steps
@@ -176,8 +195,10 @@ class TrainingResult:
     """Peak memory on the device."""
     loss: float
     """Of the last timed step."""
-    copies: dict[str, Copies]
+    profile: Profile
     """Of one further step."""
+    nvme_nbytes: float
+    """Bytes read and written per step, in the steps that are timed."""
     buffers: int
     """Host buffers allocated for gradients after the first steps."""
     pageable_reason: str
@@ -185,14 +206,13 @@ class TrainingResult:
 
 def settings_of(name: str, sizes: Mapping[str, int], folder: str) -> dict[str, Any]:
     """Return the settings that put a Llama's state where a case wants it: the device has room for all of it,
-    or for four blocks and largest layers with their gradients.
+    or for two or three blocks and largest layers with their gradients.
     """
     block, ends = block_parameters(sizes), sizes["vocab_size"] * sizes["hidden_size"]
-    total = sizes["num_hidden_layers"] * block + 2 * ends
-    window = 4 * (8 * block + 4 * ends)
-    device = window + 16 * total if name == "on the device" else window
+    total, window = sizes["num_hidden_layers"] * block + 2 * ends, 4 * (block + ends)
     if name == "on NVMe":
-        return {"nvme": folder, "host_memory": 2 << 30, "device_memory": device}
+        return {"nvme": folder, "host_memory": 2 << 30, "device_memory": 2 * window}
+    device = window + 16 * total if name == "on the device" else 3 * window
     return {"nvme": None, "host_memory": 18 * total + (2 << 30), "device_memory": device}
 
 
@@ -227,13 +247,15 @@ def repeated_weights(numel: int = 1 << 20) -> Iterator[None]:
     llama = transformers.models.llama.modeling_llama.LlamaPreTrainedModel
     with contextlib.ExitStack() as stack:
         for kind in (torch.nn.Linear, torch.nn.Embedding):
-            stack.enter_context(mock.patch.object(kind, "reset_parameters", lambda _: None))
+            stack.enter_context(mock.patch.object(kind, "reset_parameters"))
         stack.enter_context(mock.patch.object(llama, "_init_weights", fill))
         yield
 
 
-def measure(name: str, sizes: Mapping[str, int], tokens: int, folder: str) -> TrainingResult:
-    """Train, and free everything."""
+def measure(
+    name: str, sizes: Mapping[str, int], tokens: int, folder: str, trace: Path | None = None
+) -> TrainingResult:
+    """Train, and free everything. trace: a folder for the trace of a step."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -246,7 +268,7 @@ def measure(name: str, sizes: Mapping[str, int], tokens: int, folder: str) -> Tr
     generator = torch.Generator("cuda").manual_seed(0)
     ids = torch.randint(0, sizes["vocab_size"], (1, tokens), device="cuda", generator=generator)
     losses: list[torch.Tensor] = []
-    seconds, made = [], 0
+    seconds, made, moved = [], 0, 0
 
     def step() -> None:
         loss = model(input_ids=ids, labels=ids).loss
@@ -257,13 +279,14 @@ def measure(name: str, sizes: Mapping[str, int], tokens: int, folder: str) -> Tr
 
     for number in range(STEPS):
         if number == SETTLING and memory:
-            made = memory.made
+            made, moved = memory.made, _on_nvme(model)
         seconds.append(timed(step))
     result = TrainingResult(
         statistics.median(seconds[SETTLING:]),
         torch.cuda.max_memory_allocated(),
         losses[-1].item(),
-        profiled(step),
+        profiled(step, trace / f"{name.replace(' ', '-')}.json.gz" if trace else None),
+        (_on_nvme(model) - moved) / (STEPS - SETTLING) if memory else 0.0,
         memory.made - made if memory else 0,
         device.pageable_reason if device else "",
     )
@@ -273,22 +296,34 @@ def measure(name: str, sizes: Mapping[str, int], tokens: int, folder: str) -> Tr
     return result
 
 
+def _on_nvme(model: Any) -> int:
+    now = infinity.stats(model)
+    return now.nvme_read_nbytes + now.nvme_written_nbytes
+
+
 def figures(result: TrainingResult, speeds: dict[str, float]) -> list[str]:
-    """Return the table cells of a result: seconds, memory, and each direction's bytes, speed and overlap."""
-    cells = [f"{result.seconds:.3f} s", f"{result.device_nbytes / 2**20:.0f} MiB"]
-    for direction, one in result.copies.items():
+    """Return the table cells of a result: seconds, the share of a profiled step in which kernels ran, memory,
+    and each direction's bytes, speed and overlap.
+    """
+    busy = result.profile.kernels_s / result.profile.seconds
+    cells = [f"{result.seconds:.3f} s", f"{busy:.0%}", f"{result.device_nbytes / 2**20:.0f} MiB"]
+    for direction, one in result.profile.copies.items():
         share = one.beside_s / one.seconds if one.seconds else 0.0
         cells.append(
             f"{one.nbytes / 1e9:.2f} GB at {one.bytes_per_s / speeds[direction]:.0%} of the link, "
             f"{share:.0%} beside kernels"
         )
-    return cells
+    return [
+        *cells,
+        f"{result.nvme_nbytes / 1e9:.1f} GB, {result.nvme_nbytes / result.seconds / 1e9:.1f} GB/s",
+    ]
 
 
 def main() -> None:
     """Measure, print tables, and write gpu.json if --out is given."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
     parser.add_argument("--out", type=Path, help="folder for gpu.json")
+    parser.add_argument("--trace", type=Path, help="folder for a trace of a step of each case")
     parser.add_argument("--nvme", help="folder on the NVMe device; a temporary one by default")
     parser.add_argument("--model", choices=SHAPES, default="269m")
     parser.add_argument("--layers", type=int, help="of the model; all by default")
@@ -306,15 +341,15 @@ def main() -> None:
         console.print(
             f"{direction}: {speed / 1e9:.1f} GB/s pinned, Infinity {own[direction] / speed:.0%} of that"
         )
-    table = Table("state", "step", "peak on the device", UP, DOWN, title=torch.cuda.get_device_name())
-    results = {}
+    table = Table("state", "step", "kernels ran", "peak on the device", UP, DOWN, "NVMe")
+    table.title, results = torch.cuda.get_device_name(), {}
     sizes = {**SHAPES[arguments.model]}
     sizes["num_hidden_layers"] = arguments.layers or sizes["num_hidden_layers"]
     with tempfile.TemporaryDirectory(dir=arguments.nvme) as folder:
         facts = {**here(), **machine(Path(folder))}
         for name in arguments.only:
             with console.status(name):
-                results[name] = measure(name, sizes, arguments.tokens, folder)
+                results[name] = measure(name, sizes, arguments.tokens, folder, arguments.trace)
             table.add_row(name, *figures(results[name], speeds))
     console.print(table)
     if arguments.out:
@@ -334,6 +369,8 @@ def main() -> None:
     found = {
         "tokens": arguments.tokens,
         "seconds": {name: one.seconds for name, one in results.items()},
+        "kernels_s": {name: one.profile.kernels_s for name, one in results.items()},
+        "nvme_nbytes": {name: one.nvme_nbytes for name, one in results.items()},
         "device_nbytes": {name: one.device_nbytes for name, one in results.items()},
         "summary": {name: f"{one.seconds:.3f} s" for name, one in results.items()},
     }

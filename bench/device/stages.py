@@ -39,6 +39,7 @@ _TESTS = (
     "gpu and not slow",
     "tests/device/test_gpu.py",
     "tests/records/test_tensor_steps.py",
+    "tests/units/test_fused_updates.py",
 )
 _PROBE = ("-m", "infinity.bench.device.probes")
 _STEPS = ("-m", "infinity.bench.device.gpu", "--model", "8b", "--layers")
@@ -75,11 +76,11 @@ def _tests(chosen: str) -> tuple[str, ...]:
 STAGES = (
     GpuStage("facts", (*_PROBE, "facts"), 40),
     GpuStage("link", (*_PROBE, "link"), 40),
-    GpuStage("device", _tests("same_bits or still_use or used_again or no_failure or bits_of_the"), 40),
+    GpuStage("device", _tests("same_bits or still_use or used_again or no_failure or of_the_kernels or stream_of"), 40),
     GpuStage("exactness", _tests("equals_training or copied_no_more"), 120),
     GpuStage("memory", _tests("steady_state or budget or take_no_device or unpins"), 60),
-    GpuStage("host waits", _tests("host_waits or beside_the_kernels"), 40),
-    GpuStage("steps", (*_STEPS, "8", "--tokens", "8192", "--only", *_IN_MEMORY), 200),
+    GpuStage("host waits", _tests("host_waits or beside_the_kernels"), 60),
+    GpuStage("steps", (*_STEPS, "8", "--tokens", "8192", "--only", *_IN_MEMORY), 180),
     GpuStage("NVMe", (*_STEPS, "2", "--tokens", "8192", "--only", _PLAIN, "on NVMe"), 120),
     GpuStage("update rates", (*_PROBE, "updates"), 40),
     GpuStage("nccl", (*_PROBE, "nccl"), 40),

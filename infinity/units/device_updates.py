@@ -24,11 +24,12 @@ from infinity.errors import UnsupportedError
 from infinity.lane.lane import StreamLane
 from infinity.lane.passes import ReadPass
 from infinity.records.record import Record
-from infinity.records.tensor_steps import Scratch, make_step, square_sum
+from infinity.records.tensor_steps import Scratch, square_sum
 from infinity.records.updates import Update
 from infinity.records.weights import compute_dtype
 from infinity.storage.store import Extent, TensorStore
 from infinity.timeline import Timeline
+from infinity.units.fused_updates import make_step
 from infinity.units.unit import Unit
 
 _STATE_DTYPES = {"lo": torch.int16, "m": torch.float32, "v": torch.float32}

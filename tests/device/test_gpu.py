@@ -4,6 +4,7 @@ Trusted: plain torch's forward and backward on the same GPU, the reference recip
 """
 
 import gc
+import re
 
 import pytest
 import torch
@@ -16,17 +17,23 @@ from infinity.bench.device.gpu import profiled
 from infinity.device.cuda import CudaStreams
 from infinity.device.device import AcceleratorDevice, open_device
 from infinity.engine.engine import engine_of_model
+from infinity.errors import ConfigError
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.storage.memory import Arena, view
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.filterwarnings("ignore:.*use_reentrant.*", "ignore:None of the inputs have requires_grad"),
+    pytest.mark.filterwarnings(
+        "ignore:.*use_reentrant.*",
+        "ignore:None of the inputs have requires_grad",
+        "ignore:Synchronization debug mode is a prototype feature",
+    ),
 ]
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 WIDE = {**models.SIZES, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12}
+BROAD = {**WIDE, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6}
 LENGTH = 512
 DEVICE = "64MiB"  # a recomputed block of 6.8 MiB with its gradients, and what waits
 
@@ -184,6 +191,29 @@ def test_training_on_cuda_equals_training_in_device_memory(folder, name, memory,
     assert all(there) if room == "64MiB" else not all(there)
 
 
+@pytest.mark.parametrize("budget", ["least", "64MiB"])
+def test_training_in_a_budget_of_activations_equals_training_in_device_memory(folder, budget):
+    expected, weights = plain_losses("llama", None, 5)
+
+    def built(activations):
+        given = {"device": "cuda", "activation_memory": activations}
+        return models.build("llama", nvme=folder, host_memory="64MiB", **given).to("cuda").train()
+
+    if budget == "least":
+        with pytest.raises(ConfigError, match="The smallest that works is") as refused:
+            on_gpu(built("1KiB"), models.batch(0))
+        budget = re.search(r"smallest that works is activation_memory=(\S+)", str(refused.value))[1]
+    model = built(budget)
+    optimizer, losses = AdamW(model.parameters(), **SETTINGS), []
+    for step in range(5):
+        losses.append(on_gpu(model, models.batch(step)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses == expected
+    found = model.state_dict()
+    assert [key for key, value in weights.items() if not torch.equal(found[key].cpu(), value.cpu())] == []
+
+
 def test_what_lives_on_the_device_is_copied_no_more(folder):
     model = models.build("llama", nvme=folder, host_memory="64MiB", device="cuda", device_memory="64MiB")
     model.model.embed_tokens.requires_grad_(requires_grad=False)
@@ -200,12 +230,11 @@ def test_what_lives_on_the_device_is_copied_no_more(folder):
 
 
 class Training:
-    """A Llama of 12 layers, wide enough for copies and kernels to take time."""
+    """A Llama, by default of 12 layers."""
 
-    def __init__(self, folder, update="backward"):
-        device = {"device": "cuda", "device_memory": DEVICE}
-        with Init(nvme=folder, host_memory="256MiB", **device):
-            self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**WIDE))
+    def __init__(self, folder, update="backward", sizes=WIDE, host="256MiB", device=DEVICE):
+        with Init(nvme=folder, host_memory=host, device="cuda", device_memory=device):
+            self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
         self.model.to("cuda")
         models.checkpointed(self.model, reentrant=False)
         self.optimizer = AdamW(self.model.parameters(), update=update, **SETTINGS)
@@ -221,10 +250,11 @@ class Training:
 
 @pytest.mark.parametrize("update", ["forward", "backward"])
 def test_copies_from_and_to_pinned_memory_run_beside_the_kernels(folder, update):
-    training = Training(folder, update)
+    """Wide enough for a layer's kernels and copies to take longer than the host takes to queue them."""
+    training = Training(folder, update, BROAD, "6GiB", "512MiB")
     training.steps(0, 3)
     assert training.engine.device.pageable_reason == ""
-    for direction, copies in profiled(lambda: training.steps(3, 5)).items():
+    for direction, copies in profiled(lambda: training.steps(3, 5)).copies.items():
         assert copies.nbytes > copies.pageable_nbytes, direction
         assert copies.beside_s > 0, f"{copies.nbytes} bytes {direction}, and no kernel ran beside any"
 

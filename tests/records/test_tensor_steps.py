@@ -7,50 +7,9 @@ import torch
 
 from infinity import kernels
 from infinity.records import tensor_steps as steps
-from infinity.records.update_rules import (
-    ADAGRAD,
-    ADAM,
-    ADAMW,
-    LION,
-    MOMENTUM,
-    SGD,
-    UpdateSpan,
-)
+from infinity.records.update_rules import ADAMW, UpdateSpan
 from infinity.records.weights import KERNEL_DTYPE
-
-NUMEL = 1000
-SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, -1e-45, 3.0e38, -3.0e38, 1.0]
-ADAMS = [
-    kernels.AdamWScalars(1e-2, 0.9, 0.999, 1e-8, 0.1, 3, 0.7),
-    kernels.AdamWScalars(1e-2, 0.3, 0.9, 1e-6, 0.0, 1),
-]
-RULES = [
-    *((rule, scalars) for rule in (ADAMW, ADAM) for scalars in ADAMS),
-    (SGD, kernels.SGDScalars(0.1, 0.0, 0.1, 2, clip=0.3)),
-    *((MOMENTUM, kernels.SGDScalars(0.1, 0.9, 0.1, step, dampening=0.2)) for step in (1, 2)),
-    (MOMENTUM, kernels.SGDScalars(0.1, 0.9, 0.0, 2, nesterov=True)),
-    (ADAGRAD, kernels.AdagradScalars(0.1, 1e-10, 0.1, 3, lr_decay=0.01)),
-    (LION, kernels.LionScalars(1e-3, 0.9, 0.99, 0.1, clip=0.5)),
-]
-
-
-def randoms(seed):
-    values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
-    values[: len(SPECIAL)] = torch.tensor(SPECIAL).roll(seed)
-    return values
-
-
-def fields(dtype, rule):
-    master, at = randoms(1), {}
-    master[master.isnan()] = torch.nan  # as stored
-    if dtype == "fp32":
-        at["hi"] = master
-    else:
-        at["hi"], at["lo"] = torch.empty(NUMEL, dtype=torch.bfloat16), torch.empty(NUMEL, dtype=torch.int16)
-        kernels.split(NUMEL, master.data_ptr(), at["hi"].data_ptr(), at["lo"].data_ptr())
-    moments = {"m": randoms(2), "v": randoms(3).abs()}
-    return at | {name: moments[name] for name in rule.state}
-
+from steps_of_records import ADAMS, NUMEL, RULES, fields, randoms, same_bits
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -69,9 +28,7 @@ def test_a_step_over_tensors_has_the_bits_of_the_kernels(rule, scalars, wide, dt
     scratch = steps.Scratch(torch.empty(steps.Scratch.nbytes_of(192), dtype=torch.uint8, device=device))
     ours = {name: one.to(device) for name, one in ours.items()}
     steps.make_step(rule.tensors, ours, grad.to(device), scalars, scratch)
-    for name, one in theirs.items():
-        bits = torch.int16 if one.element_size() == 2 else torch.int32
-        assert torch.equal(ours[name].cpu().view(bits), one.view(bits)), name
+    same_bits(ours, theirs)
 
 
 def test_a_step_without_a_gradient_is_one_with_zeros():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from infinity.bench.device.gpu import DOWN, UP, common, copies_in, merged
+from infinity.bench.device.gpu import DOWN, UP, common, merged, profile_of
 
 
 def event(category, name, start_us, end_us, **args):
@@ -21,7 +21,9 @@ def test_copies_are_counted_by_direction_and_by_the_kernels_beside_them():
         event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 250, 350, bytes=70),
         event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 400, 500, bytes=500),
     ]
-    found = copies_in(trace)
+    profile = profile_of(trace)
+    found = profile.copies
+    assert profile.kernels_s == pytest.approx(200e-6)
     assert found[UP].nbytes == 3070
     assert found[UP].pageable_nbytes == 70
     assert found[UP].seconds == pytest.approx(250e-6)
@@ -32,7 +34,7 @@ def test_copies_are_counted_by_direction_and_by_the_kernels_beside_them():
 
 
 def test_a_trace_without_copies_has_none():
-    assert copies_in([event("kernel", "gemm", 0, 10)])[UP].bytes_per_s == 0
+    assert profile_of([event("kernel", "gemm", 0, 10)]).copies[UP].bytes_per_s == 0
 
 
 def test_spans_that_touch_become_one():
