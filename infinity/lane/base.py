@@ -51,6 +51,11 @@ class Pass(QueuedPass[Record], ABC):
         return None
 
     @property
+    def only_uploads(self) -> bool:
+        """Whether all that it does is to begin copies from host memory to an accelerator."""
+        return False
+
+    @property
     def ready(self) -> bool:
         """Whether its work need not wait for gradients, or values, that are on their way to host memory."""
         return True

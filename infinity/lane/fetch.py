@@ -94,13 +94,24 @@ class FetchPass(_UnitPass):
         """Prepare to fill the memory that the unit has now."""
         super().__init__(unit, device, tile_numel, unit.flat)
 
+    @property
+    def only_uploads(self) -> bool:
+        """See Pass: `hi` lies in host memory, in one piece, and an accelerator computes."""
+        record = self.record
+        if self._device.is_host or not record.in_host("hi") or record.targets or record.packed:
+            return False
+        return record.in_one_piece(("hi",)) and record.written("hi", 0) and self._filled() > 0
+
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Cut the record into what a slot holds: several tiles, as `hi` is narrower than a whole record, and
-        more of what is packed in files, which comes to the unit's memory through the slot.
+        more of what is packed in files, which comes to the unit's memory through the slot. What is uploaded
+        from host memory takes no slot, and is one tile.
         """
         self.adopts = frozenset({"hi"} & self.record.targets.keys())
         if self._hi_lies_in_place():
             return iter(())
+        if self.only_uploads:
+            return iter([(0, self._filled())])
         schema, at_once = self.record.schema, self.record.tiles_read_at_once()
         if at_once is not None and self._place_of_hi(0) is not None:
             return tiles(self._filled(), self._tile_numel * at_once)

@@ -17,6 +17,12 @@ what is updated, but for slots. Tiles are over in any order.
 [Note: passes without transfers]
 Where all that a pass needs lies in host memory and the CPU computes, the thread that submits the pass runs it
 inline: the lane's thread would only take turns with that thread on the same cores, and make the step longer.
+
+[Note: uploads from host memory]
+Nor does the lane's thread begin a pass that only uploads what lies in host memory: it may be in the middle of
+an update, which takes milliseconds, and the accelerator would wait. The thread that submits the pass begins
+its copies, and the pass is done, since what computes is behind them on the accelerator. It is finished when
+the lane finds them over; passes over the same record wait until then.
 """
 
 from __future__ import annotations
@@ -89,6 +95,8 @@ class StreamLane:
         self._queue: Queue[Pass] = Queue()
         self._reading: deque[_Tile] = deque()
         self._writing: deque[_Tile] = deque()
+        self._begun: list[_Tile] = []
+        """Tiles that other threads have begun, to be over some time. Under the lock."""
         self._stopping = False
         self._waits_since_s = 0.0
         self._failure = Failure()
@@ -101,7 +109,7 @@ class StreamLane:
         """Queue a pass; `urgent` puts it, and older passes over the same record, in front. Or run it: see
         [Note: passes without transfers].
         """
-        if self._queued(job, urgent=urgent):
+        if (job.only_uploads and self._uploaded_here(job)) or self._queued(job, urgent=urgent):
             return
         try:
             self._queue.here.append(job)
@@ -132,6 +140,41 @@ class StreamLane:
                 raise
             self.changed.notify_all()
             return True
+
+    def _uploaded_here(self, job: Pass) -> bool:
+        """Begin the copies of a pass, unless another over its record is not finished; return whether that was
+        done. An interrupt leaves nothing behind but copies that are waited for.
+        """
+        with self.lock:
+            self.check_open()
+            if not self._queue.begin(job):
+                return False
+        tiles: list[_Tile] = []
+        began = time.perf_counter()
+        try:
+            job.submitted(self)
+            for start, stop in job.tiles():
+                reads, _ = job.reads_and_writes(start, stop)
+                addresses = {name: job.record.host_address(name, start) for name in reads}
+                copies = list(job.process(start, stop, addresses) or ())
+                tiles.append(_Tile(job, start, stop, None, addresses, (), (), (), copies, copies))
+            with self.lock:
+                self.passes[type(job).__name__] += 1
+                job.progress.begin(len(tiles))
+                self._begun += tiles
+                self._processed(job)
+        except BaseException:
+            if not job.done:
+                for tile in tiles:
+                    for copy in tile.transfers:
+                        copy.wait()
+                with self.lock:
+                    self._queue.retire(job)
+            raise
+        ended = time.perf_counter()
+        self.times.spent(inline_s=ended - began)
+        self._timeline.span("work", f"{type(job).__name__} {job.record.name}", began, ended)
+        return True
 
     def runs_here(self, record: Record) -> bool:
         """Whether `submit` runs a pass over `record` that needs no transfers inline."""
@@ -233,21 +276,28 @@ class StreamLane:
         """Make the next bit of progress; False when it is time to stop."""
         if self._stopping:
             return False
+        with self.lock:
+            self._writing.extend(self._begun)
+            self._begun.clear()
         self._reap(block=False)
         self._admit()
         if self._reading:
             tile = self._next()
             if tile is not None:
                 self._work(tile)
-        elif self._writing:
+        elif self._writing and not self._writing[0].more:
             self._reap(block=True)
-        else:
-            started = time.perf_counter()
-            with self.lock:
-                if not self._stopping and self._queue.admissible() is None:
-                    self.changed.wait(1.0)
-            self.times.spent(idle_s=time.perf_counter() - started)
+        else:  # what an accelerator copies may be behind all that computes: other work is not to wait for it
+            self._rest(_LOOKS_S if self._writing else 1.0)
         return True
+
+    def _rest(self, seconds: float) -> None:
+        """Wait for a pass that can be admitted, for so long at most."""
+        started = time.perf_counter()
+        with self.lock:
+            if not self._stopping and self._queue.admissible() is None and not self._begun:
+                self.changed.wait(seconds)
+        self.times.spent(idle_s=time.perf_counter() - started)
 
     def _admit(self) -> None:
         """Begin the reads of the next tiles, as far as slots go."""
@@ -411,7 +461,7 @@ class StreamLane:
         """Wait for transfers in flight, so that slots may be freed. Their errors are only logged: the lane
         has stopped because of an earlier one.
         """
-        for tile in (*self._reading, *self._writing):
+        for tile in (*self._reading, *self._writing, *self._begun):
             for transfer in tile.transfers:
                 try:
                     transfer.wait()

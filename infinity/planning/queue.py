@@ -119,6 +119,10 @@ class PassProgress:
         self._asked_s = ended_s  # another thread waits, and none of its tiles is under way any more
         return self._ahead is None
 
+    def begin(self, tiles: int) -> None:
+        """Count tiles of a pass that is run elsewhere than on the lane's thread, and not yet over."""
+        self.open_tiles += tiles
+
     def tile_over(self) -> None:
         """Count a tile whose writes are over."""
         self.open_tiles -= 1
@@ -218,6 +222,13 @@ class Queue(Generic[_PassT]):
         self.waiting.append(job)
         if urgent:
             self.promote(job.record)
+
+    def begin(self, job: _PassT) -> bool:
+        """Take a pass that does not wait, as the only one over its record; return whether it is."""
+        if job.record in self.of_record:
+            return False
+        self.of_record[job.record] = deque([job])
+        return True
 
     def promote(self, record: Hashable) -> None:
         """Move the passes of `record` to the front, keeping their order."""

