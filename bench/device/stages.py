@@ -76,7 +76,11 @@ def _tests(chosen: str) -> tuple[str, ...]:
 STAGES = (
     GpuStage("facts", (*_PROBE, "facts"), 40),
     GpuStage("link", (*_PROBE, "link"), 40),
-    GpuStage("device", _tests("same_bits or still_use or used_again or no_failure or of_the_kernels or stream_of"), 40),
+    GpuStage(
+        "device",
+        _tests("same_bits or still_use or used_again or no_failure or of_the_kernels or stream_of"),
+        40,
+    ),
     GpuStage("exactness", _tests("equals_training or copied_no_more"), 120),
     GpuStage("memory", _tests("steady_state or budget or take_no_device or unpins"), 60),
     GpuStage("host waits", _tests("host_waits or beside_the_kernels"), 60),

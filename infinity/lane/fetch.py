@@ -83,6 +83,14 @@ class _UnitPass(Pass):
             return None
         return (self._device.upload(self._flat, self._base + start, addresses["hi"], stop - start),)
 
+    def done_processing(self) -> None:
+        """Hold an accelerator's memory no longer: who frees it orders that behind its uploads, and until the
+        lane finds these over it would be held beyond what device_memory counts.
+        """
+        super().done_processing()
+        if not self._device.is_host:
+            self._drop_memory()
+
     def _drop_memory(self) -> None:
         self._flat = None
 

@@ -49,8 +49,8 @@ logger = logging.getLogger("infinity")
 
 
 _PATIENCE_S = 0.05
-"""Seconds after which the lane waits for the gradients of the oldest tile, if all wait for some: an error of
-their transfer shows there.
+"""Seconds after which the lane waits for the gradients of the oldest tile, if all wait for some, or for the
+oldest copy, if all that is left are copies of an accelerator: an error of their transfer shows there.
 """
 _LOOKS_S = 0.0005
 """Seconds between looks at what comes from an accelerator, which tells nobody."""
@@ -277,25 +277,36 @@ class StreamLane:
         if self._stopping:
             return False
         with self.lock:
-            self._writing.extend(self._begun)
-            self._begun.clear()
+            if self._begun:
+                self._writing.extend(self._begun)
+                self._begun.clear()
+                self._waits_since_s = 0.0
         self._reap(block=False)
         self._admit()
         if self._reading:
             tile = self._next()
             if tile is not None:
                 self._work(tile)
-        elif self._writing and not self._writing[0].more:
+        elif self._writing and (not self._writing[0].more or self._has_waited()):
             self._reap(block=True)
         else:  # what an accelerator copies may be behind all that computes: other work is not to wait for it
             self._rest(_LOOKS_S if self._writing else 1.0)
+        return True
+
+    def _has_waited(self) -> bool:
+        """Whether the lane has found nothing to do for _PATIENCE_S, which then begin anew."""
+        now = time.perf_counter()
+        self._waits_since_s = self._waits_since_s or now
+        if now - self._waits_since_s <= _PATIENCE_S:
+            return False
+        self._waits_since_s = 0.0
         return True
 
     def _rest(self, seconds: float) -> None:
         """Wait for a pass that can be admitted, for so long at most."""
         started = time.perf_counter()
         with self.lock:
-            if not self._stopping and self._queue.admissible() is None and not self._begun:
+            if not self._stopping and not self._begun and not (self._pool.free and self._queue.admissible()):
                 self.changed.wait(seconds)
         self.times.spent(idle_s=time.perf_counter() - started)
 
@@ -324,11 +335,9 @@ class StreamLane:
                 self._waits_since_s = 0.0
                 return tile
             waiting.add(tile.owner)
-        now = time.perf_counter()
-        self._waits_since_s = self._waits_since_s or now
-        if now - self._waits_since_s > _PATIENCE_S:
-            self._waits_since_s = 0.0
+        if self._has_waited():
             return self._reading.popleft()
+        now = time.perf_counter()
         with self.lock:
             self.changed.wait(_LOOKS_S)
         self.times.spent(idle_s=time.perf_counter() - now)
