@@ -1,7 +1,4 @@
-"""The only streams written for a vendor: CUDA's, and ROCm's, which torch calls CUDA as well.
-
-They have not run on a GPU yet.
-"""
+"""The only streams written for a vendor: CUDA's, and ROCm's, which torch calls CUDA as well."""
 
 from __future__ import annotations
 

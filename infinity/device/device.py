@@ -1,9 +1,9 @@
 """The device that computes: units become resident on it, by uploads, and gradients leave it, by downloads.
 
 On the CPU an upload is one copy in memory, and a gradient stays where it is. On an accelerator both are
-copies on streams of their own, beside the compute stream. `AcceleratorDevice` has not run on a GPU yet: its
-order is tested with recorded streams (tests/device/test_device.py) and, with its bits, on a simulated device
-(tests/device/test_simulated_device.py); the calls of torch.cuda in device/cuda.py are not.
+copies on streams of their own, beside the compute stream. The order of `AcceleratorDevice` is tested with
+recorded streams (tests/device/test_device.py) and, with its bits, on a simulated device
+(tests/device/test_simulated_device.py), and on a GPU where there is one (tests/device/test_gpu.py).
 
 [Note: who waits for whom]
 The host waits only in `Transfer.wait`. Streams wait for each other's events:
@@ -65,7 +65,8 @@ class Download:
 class Device:
     """The interface of a device. `flat`: a unit's memory, 1-D, 16-bit.
 
-    The lane's thread calls `upload`; the compute thread calls the rest, unless a method says otherwise.
+    The lane's thread and the compute thread call `upload`; the compute thread calls the rest, unless a method
+    says otherwise.
     Methods without a result do nothing by default, which is right for a device without streams.
     """
 
@@ -214,7 +215,7 @@ class _MemoryEvents:
 
 
 class AcceleratorDevice(Device):
-    """One accelerator computes; see [Note: who waits for whom]. Not tested on a GPU."""
+    """One accelerator computes; see [Note: who waits for whom]."""
 
     room: DeviceRoom
 

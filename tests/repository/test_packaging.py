@@ -110,7 +110,7 @@ def test_the_wheel_holds_infinity_alone(wheel: Path) -> None:
     compiled = {name for name in names if name.endswith((".so", ".h", ".c"))}
     assert compiled == {
         *("infinity/aio/_aio.so", "infinity/aio/aio.h"),
-        *("infinity/kernels/_kernels.so", "infinity/kernels/kernels.h"),
+        *("infinity/kernels/_kernels.so", "infinity/kernels/kernels.h", "infinity/kernels/adamw.cu"),
     }
 
 
