@@ -1,5 +1,5 @@
-"""CUDA C that is compiled where it runs, by NVRTC, and launched through CUDA's driver; both come with torch for
-CUDA and with the driver, so that nothing has to be installed.
+"""CUDA C that is compiled where it runs, by NVRTC, and launched through CUDA's driver. The first comes with
+torch for CUDA, the second with the GPU's driver: nothing has to be installed.
 
 torch.cuda._compile_kernel does the same, but needs a CUDA toolkit on the machine for its headers.
 """
@@ -28,8 +28,8 @@ int cuCtxGetCurrent(void **);
 int cuCtxSetCurrent(void *);
 int cuModuleLoadData(void **module, const void *image);
 int cuModuleGetFunction(void **function, void *module, const char *name);
-int cuLaunchKernel(void *function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned shared,
-                   void *stream, void **arguments, void **);
+int cuLaunchKernel(void *function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                   unsigned shared, void *stream, void **arguments, void **);
 int cuGetErrorString(int, const char **);
 """
 _THREADS = 256
@@ -116,8 +116,8 @@ def compiled(source: str, name: str, architecture: str, libraries: Sequence[str]
 
 
 def places(cuda: str, torch_folder: Path) -> list[str]:
-    """Return where NVRTC of a CUDA version such as "13.0" may be, given torch's folder: loaded already or known
-    to the system, else among the packages beside torch.
+    """Return where NVRTC of a CUDA version such as "13.0" may be, given torch's folder: loaded already or
+    known to the system, else among the packages beside torch.
     """
     name = f"libnvrtc.so.{cuda.split('.', maxsplit=1)[0]}"
     folders = [torch_folder / "lib", *sorted(torch_folder.parent.glob("nvidia/*/lib"))]

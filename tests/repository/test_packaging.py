@@ -107,7 +107,7 @@ def test_the_wheel_holds_infinity_alone(wheel: Path) -> None:
     assert "infinity/py.typed" in names
     python = [*ROOT.glob("infinity/*.py"), *ROOT.glob("infinity/*/*.py")]
     assert {str(path.relative_to(ROOT)) for path in python} <= set(names)
-    compiled = {name for name in names if name.endswith((".so", ".h", ".c"))}
+    compiled = {name for name in names if name.endswith((".so", ".h", ".c", ".cu"))}
     assert compiled == {
         *("infinity/aio/_aio.so", "infinity/aio/aio.h"),
         *("infinity/kernels/_kernels.so", "infinity/kernels/kernels.h", "infinity/kernels/adamw.cu"),
