@@ -1,4 +1,4 @@
-"""Compiling CUDA C where NVRTC is not, and where it is looked for. On a GPU: tests/units/test_fused_updates.py."""
+"""Compiling CUDA C where NVRTC is not, and where it is looked for (on a GPU: units/test_fused_updates.py)."""
 
 import pytest
 
