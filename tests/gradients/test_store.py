@@ -1,0 +1,60 @@
+"""Gradients that are stored while others of their unit come again. Trusted: the reference in memory."""
+
+import pytest
+import torch
+from torch import nn
+
+from infinity import AdamW
+from infinity.gradients import store
+from infinity.reference import ReferenceAdamW
+from parity import build_both, differences, engine_in
+
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
+
+WIDTH = 4096
+
+
+class Pair(nn.Module):
+    """Two parameters in one unit, of which a forward may use one alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = (nn.Parameter(torch.randn(WIDTH) * 0.1) for _ in range(2))
+
+    def forward(self, x, *, both):
+        once = (x * self.always).sum()
+        return once + (x * x * self.sometimes).sum() if both else once
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.ModuleList(Pair() for _ in range(3))
+
+
+def backward(model, number, *, both):
+    x = torch.randn(WIDTH, generator=torch.Generator().manual_seed(number)).bfloat16()
+    sum(one(x, both=both) for one in model).float().backward()
+
+
+def test_a_stored_gradient_is_carried_along_where_its_neighbours_is_added_to_in_fp32(folder, monkeypatch):
+    plain, model = build_both(build, nvme=folder)
+    engine_in(model).kept.limit_nbytes = 0
+    reference = ReferenceAdamW(plain.parameters(), lr=1e-2)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    carried, spill = [], store.SpillPass
+
+    def noted(record, tile_numel, parts, kept, source, target):
+        carried.append((len(kept), source, target))
+        return spill(record, tile_numel, parts, kept, source, target)
+
+    monkeypatch.setattr(store, "SpillPass", noted)
+    for step in range(2):
+        for both in (True, False):
+            backward(plain, step, both=both)
+            backward(model, step, both=both)
+        reference.step()
+        reference.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert differences(plain.state_dict(), model.state_dict()) == []
+    assert (1, "grad16", "grad32") in carried
