@@ -416,7 +416,9 @@ def _rates(options: argparse.Namespace, disk: Disk | None) -> Rates | None:
     if on_host:
         return rates
     gpu_link = options.gpu_link * 1e9 if options.gpu_link else kernels.copied
-    return replace(rates, shared=False, up=gpu_link, down=gpu_link, use_s=USE_S, launch_s=LAUNCH_S)
+    update = GPUS[options.gpu].update if options.gpu else rates.device_update
+    linked = replace(rates, shared=False, up=gpu_link, down=gpu_link, device_update=update)
+    return replace(linked, use_s=USE_S, launch_s=LAUNCH_S)
 
 
 def _kernels(options: argparse.Namespace) -> Rates:

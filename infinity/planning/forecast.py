@@ -447,6 +447,13 @@ class _DeviceWalk(_Walk):
     def _has_room(self, unit: _Unit) -> bool:
         return self._device.fits(unit.moves.waiting_nbytes)
 
+    def _gradient(self, unit: _Unit, number: int) -> None:
+        """Let a unit's gradient come; that of a record that lives there is applied there, and stays."""
+        if unit.moves.trainable:
+            super()._gradient(unit, number)
+        else:
+            self._device.computing.put(unit.moves.numel / self._rates.device_update, unit.arrived)
+
     def _bring_gradient(self, unit: _Unit) -> None:
         """Send a unit's gradient, which the ranks sum before, to host memory when it has been computed."""
         moves, computed = unit.moves, self._device.computing.queued

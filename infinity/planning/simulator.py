@@ -43,6 +43,8 @@ class Rates:
     disk: Speed
     update: float = math.inf
     """Elements that the update's kernel steps."""
+    device_update: float = math.inf
+    """Elements of records that live on an accelerator that it steps."""
     checked: float = math.inf
     """Bytes that are hashed, after a read and before a write."""
     copied: float = math.inf
@@ -209,10 +211,28 @@ class SimulatedLane:
             job.end_processing()
             job.finish()
             return
+        if self._uploaded_here(job):
+            return
         self._queue.add(job, urgent=urgent)
         self._turn()
         if not job.arriving.over:
             job.arriving.call(self._turn)
+
+    def _uploaded_here(self, job: SimulatedPass) -> bool:
+        """Begin a pass that only uploads, unless one over its unit is unfinished; return whether it is."""
+        if job.upload is None or job.read_nbytes or job.written_nbytes or job.work_s:
+            return False
+        if not self._queue.begin(job):
+            return False
+        job.progress.begin(job.tile_count)
+        tiles = [_SimulatedTile(job, slot=False, read=True, written=True) for _ in range(job.tile_count)]
+        for tile in tiles:
+            tile.uploaded = job.upload()
+        self._writing.extend(tiles)
+        job.end_processing()
+        for tile in tiles:
+            tile.uploaded.call(partial(self._may_be_over, tile))
+        return True
 
     def take_inline_s(self) -> float:
         """Return the seconds of passes run inline since this was asked, which the thread has to compute."""
@@ -248,7 +268,7 @@ class SimulatedLane:
                     return
                 if self._awaited.read:
                     self._work(self._awaited)
-            elif self._writing:
+            elif self._writing and self._writing[0].owner.upload is None:
                 self._awaited = self._writing[0]
             else:
                 return

@@ -148,6 +148,16 @@ def test_what_lives_there_is_not_uploaded_again():
     assert (told.seconds, told.busy_s["up"]) == (4.0, 0.0)
 
 
+def test_a_record_that_lives_there_is_updated_there_and_its_gradient_stays():
+    told, updated = (
+        on_h200(4096, trainable=True, update="backward", room=room, device_update=rate)
+        for room, rate in ((1 << 40, 1e15), (1 << 40, 1e9))
+    )
+    assert told.busy_s["up"] == told.busy_s["down"] == told.busy_s["work"] == 0
+    numel = sum(part.numel for part in DENSE.parts)
+    assert updated.seconds - told.seconds == pytest.approx(numel / 1e9, rel=0.02)
+
+
 def test_launching_counts_only_where_it_takes_longer_than_computing():
     lodged = frozen(hi_nbytes=0, lodged=True)
     assert on_device(lodged, Rates(DISK, launch_s=0.25, use_s=0.25)).seconds == pytest.approx(4.0, abs=0.6)
@@ -174,15 +184,15 @@ DENSE = llama("dense", 6, 8192, 28672, 32000)
 """Six blocks of a model of 70 G parameters."""
 
 
-def on_h200(tokens, *, trainable, update="forward"):
-    """A step on an H200's figures, with all state in host memory and 4 GiB of parameters on the GPU."""
+def on_h200(tokens, *, trainable, update="forward", room=4 << 30, **more):
+    """A step on an H200's figures, with all state in host memory but for `room` on the GPU."""
     parts = tuple(replace(part, trainable=trainable) for part in DENSE.parts)
     outline = replace(DENSE, parts=parts)
-    need = demand(outline, Setting(1 << 40, device_nbytes=4 << 30, update=update))
+    need = demand(outline, Setting(1 << 40, device_nbytes=room, update=update))
     script = outline.script(tokens, min(tokens, 4096))
     seconds = sum(act.amount for act in script) / H200.compute
     link = {"up": H200.reached_link, "down": H200.reached_link, "launch_s": LAUNCH_S, "use_s": USE_S}
-    rates = Rates(Disk(25e9, 20e9, 22e9), update=20e9, checked=50e9, shared=False, **link)
+    rates = Rates(Disk(25e9, 20e9, 22e9), update=20e9, checked=50e9, shared=False, **link, **more)
     return forecast(timed(script, seconds), need.plan, need.units, need.limits, rates)
 
 
