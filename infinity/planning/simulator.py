@@ -87,6 +87,8 @@ class Clock:
         self._queues: dict[str, deque[tuple[float, Callable[[], None]]]] = {name: deque() for name in SERVERS}
         self._left = dict.fromkeys(SERVERS, 0.0)
         """Of the demand that is served."""
+        self._speeds: tuple[tuple[str, float], ...] | None = ()
+        """Of the servers that are busy; None where others are than when that was found."""
 
     def serve(self, server: str, amount: float, then: Callable[[], None], *, urgent: bool = False) -> None:
         """Ask a server for `amount` (bytes, or seconds of "work" and "compute"), and call `then` when that is
@@ -94,26 +96,32 @@ class Clock:
         """
         queue = self._queues[server]
         if not queue:
-            self._left[server] = amount
+            self._left[server], self._speeds = amount, None
         queue.insert(1 if urgent else len(queue), (amount, then))
 
     def advance(self) -> bool:
         """Go to the next moment at which something ends; False if nothing is under way."""
-        speeds = self._speeds()
-        if not speeds:
+        if self._speeds is None:
+            self._speeds = tuple(self._of_busy().items())
+        if not self._speeds:
             return False
-        ends = {name: self._left[name] / speed for name, speed in speeds.items()}
-        first = min(ends, key=ends.__getitem__)
-        passed = ends[first]
+        left = self._left
+        passed, first = math.inf, ""
+        for name, speed in self._speeds:
+            ends = left[name] / speed
+            if ends < passed or not first:
+                passed, first = ends, name
         if passed:  # else what costs nothing is over: an infinite speed times no time is no number
             self.now += passed
-            for name, speed in speeds.items():
-                self._left[name] -= speed * passed
+            for name, speed in self._speeds:
+                left[name] -= speed * passed
                 self.busy_s[name] += passed
         queue = self._queues[first]
         _, then = queue.popleft()
         if queue:
-            self._left[first] = queue[0][0]
+            left[first] = queue[0][0]
+        else:
+            self._speeds = None
         then()
         return True
 
@@ -126,7 +134,8 @@ class Clock:
             if not self.advance():
                 raise AssertionError(f"expected an end of a wait, got a clock at rest at {self.now} s")
 
-    def _speeds(self) -> dict[str, float]:
+    def _of_busy(self) -> dict[str, float]:
+        """Return the speed of each server that is busy."""
         busy = {name: 1.0 for name, queue in self._queues.items() if queue}
         if "read" in busy and "write" in busy:
             busy["read"] = busy["write"] = self._disk.mixed / 2
