@@ -55,6 +55,11 @@ class Pass(QueuedPass[Record], ABC):
         """Whether all that it does is to begin copies from host memory to an accelerator."""
         return False
 
+    def let_copies_end(self) -> None:
+        """Return when no copy that `process` has begun is under way, also one that an interrupt has kept it
+        from returning.
+        """
+
     @property
     def ready(self) -> bool:
         """Whether its work need not wait for gradients, or values, that are on their way to host memory."""

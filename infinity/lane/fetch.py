@@ -83,6 +83,10 @@ class _UnitPass(Pass):
             return None
         return (self._device.upload(self._flat, self._base + start, addresses["hi"], stop - start),)
 
+    def let_copies_end(self) -> None:
+        """See Pass: uploads are over when all of the device's copies are."""
+        self._device.synchronize()
+
     def done_processing(self) -> None:
         """Hold an accelerator's memory no longer: who frees it orders that behind its uploads, and until the
         lane finds these over it would be held beyond what device_memory counts.

@@ -143,15 +143,16 @@ class StreamLane:
 
     def _uploaded_here(self, job: Pass) -> bool:
         """Begin the copies of a pass, unless another over its record is not finished; return whether that was
-        done. An interrupt leaves nothing behind but copies that are waited for.
+        done. An interrupt leaves nothing behind: copies are over then, and the pass is forgotten.
         """
         with self.lock:
             self.check_open()
-            if not self._queue.begin(job):
-                return False
         tiles: list[_Tile] = []
         began = time.perf_counter()
         try:
+            with self.lock:  # a field moves with it held, when the last pass over its record is over
+                if not (job.only_uploads and self._queue.begin(job)):
+                    return False
             job.submitted(self)
             for start, stop in job.tiles():
                 reads, _ = job.reads_and_writes(start, stop)
@@ -165,16 +166,22 @@ class StreamLane:
                 self._processed(job)
         except BaseException:
             if not job.done:
-                for tile in tiles:
-                    for copy in tile.transfers:
-                        copy.wait()
-                with self.lock:
-                    self._queue.retire(job)
+                self._give_up(job)
             raise
         ended = time.perf_counter()
         self.times.spent(inline_s=ended - began)
         self._timeline.span("work", f"{type(job).__name__} {job.record.name}", began, ended)
         return True
+
+    def _give_up(self, job: Pass) -> None:
+        """Forget a pass whose copies were begun in part. Who waits for it until it is finished goes on."""
+        try:
+            job.let_copies_end()
+        finally:
+            with self.lock:
+                self._queue.forget(job)
+                job.finish()
+                self.changed.notify_all()
 
     def runs_here(self, record: Record) -> bool:
         """Whether `submit` runs a pass over `record` that needs no transfers inline."""

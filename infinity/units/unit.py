@@ -156,9 +156,13 @@ class Unit:
         return 0 if self.in_place else self.resident_nbytes
 
     def allocate(self) -> None:
-        """Give the unit memory: with its values, if `in_place`, else undefined."""
+        """Give the unit memory: with its values, if `in_place`, else undefined. A block that it has already,
+        since a Ctrl-C came before anybody knew of the fetch that fills it, it keeps: copies may be under way.
+        """
         memory = self._place_of_hi()
-        if memory is None:
+        if memory is None and self._has_block:
+            pass
+        elif memory is None:
             self._bind(self._opened.blocks.take(self.layout.numel, self.flat.dtype), None)
         elif memory is not self._memory:
             self._bind(wrap(memory, self.layout.numel, self.flat.dtype), memory)
@@ -192,7 +196,6 @@ class Unit:
         else:
             flat = self._opened.blocks.take(self.layout.numel, self.flat.dtype)
             flat.copy_(self.flat)
-            self._opened.blocks.leaving(self.flat)
             self._bind(flat, None)
 
     def lend_to(self, job: UpdatePass) -> None:
@@ -229,8 +232,15 @@ class Unit:
         self._own_shares = self.shares()
         self._opened.by_storage[self.storage_key] = self
 
+    @property
+    def _has_block(self) -> bool:
+        """Whether the unit has memory that is a block."""
+        return self._memory is None and self.flat.numel() > 0
+
     def unbind(self) -> None:
         """Drop the references to the memory."""
+        if self._has_block:
+            self._opened.blocks.leaving(self.flat)
         self._opened.by_storage.pop(self.storage_key, None)
         self.flat = torch.empty(0, dtype=self.flat.dtype, device="cpu")
         self.storage_key = int(self.flat.untyped_storage()._cdata)
@@ -248,8 +258,6 @@ class Unit:
             return
         if pinned:
             self.record.give_new_memory("hi")
-        elif self._memory is None:
-            self._opened.blocks.leaving(self.flat)
         self.unbind()
 
     def shares(self) -> int:

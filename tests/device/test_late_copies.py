@@ -2,7 +2,10 @@
 memory. Trusted: the reference recipe, and LateStreams, which stands in for torch.cuda.
 """
 
+import ctypes
+import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from infinity.engine import engine as engine_module
 from infinity.engine.engine import engine_of_model
 from infinity.lane import lane as lanes
 from infinity.lane.lane import StreamLane
+from infinity.planning.queue import PassProgress, Queue
+from infinity.planning.residence import Residence
 from streams import LateStreams
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
@@ -66,3 +71,67 @@ def test_downloads_allocate_nothing_in_the_steady_state_however_slow_the_updates
     monkeypatch.setattr(StreamLane, "_work", lambda lane, tile: (time.sleep(0.004), work(lane, tile)))
     models.train(model, optimizer, 2, first=2)
     assert memory.made == made > 0
+
+
+def interrupted_once(monkeypatch, owner, name, *, after):
+    """Have a Ctrl-C come once, when `owner.name` runs in the main thread and the list that is returned is not
+    empty, which it is then.
+    """
+    original, armed = getattr(owner, name), []
+
+    def call(*args, **named):
+        here = armed and threading.current_thread() is threading.main_thread()
+        if here and not after:
+            armed.clear()
+            raise KeyboardInterrupt
+        value = original(*args, **named)
+        if here and after:
+            armed.clear()
+            raise KeyboardInterrupt
+        return value
+
+    monkeypatch.setattr(owner, name, call)
+    return armed
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "after"),
+    [
+        (Residence, "come", False),  # the copies are begun, and nobody knows of the fetch
+        (PassProgress, "begin", False),  # they are begun, and the lane does not know of them
+        (LateStreams, "copy", True),  # one is queued, and nobody knows of it
+        (Queue, "begin", True),
+    ],
+    ids=lambda one: getattr(one, "__name__", str(one)),
+)
+@pytest.mark.parametrize("memory", ["128KiB", "64MiB"])
+def test_after_an_interrupt_no_copy_goes_to_memory_that_was_freed(
+    folder, late, monkeypatch, memory, owner, name, after
+):
+    init = {"nvme": folder, "host_memory": memory}
+    *ours, _ = models.offloaded("llama", SETTINGS, init)
+    expected, *plain = models.trained_in_memory("llama", tuple(SETTINGS.items()), steps=5)
+    device, freed, copy = engine_of_model(ours[0]).device, [], LateStreams.copy
+
+    def watched(streams, stream, to, source):
+        if stream is not device.memory.up or to._base is None:
+            copy(streams, stream, to, source)
+            return
+        memory, arguments = weakref.ref(to._base), (to.data_ptr(), source.data_ptr(), to.nbytes)
+        stream.put(lambda: freed.append(True) if memory() is None else ctypes.memmove(*arguments))
+
+    monkeypatch.setattr(LateStreams, "copy", watched)
+    assert models.train(*ours, 2) == expected[:2]
+    armed = interrupted_once(monkeypatch, owner, name, after=after)
+    ids, interrupts = models.batch(200), 0
+    for _ in range(3):
+        armed.append(True)
+        try:
+            ours[0](input_ids=ids, labels=ids)
+        except KeyboardInterrupt:
+            interrupts += 1
+    armed.clear()
+    assert interrupts or memory == "128KiB"  # where the lane's thread may make all copies
+    assert models.train(*ours, 3, first=2) == expected[2:]
+    models.assert_same_state(*ours, *plain)
+    assert not freed
