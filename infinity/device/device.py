@@ -297,8 +297,9 @@ class AcceleratorDevice(Device):
             )
         if residence.uploaded is None:
             self._streams.wait(self._up, residence.free)
-        host = torch.frombuffer(view(address, numel * flat.itemsize), dtype=flat.dtype)
-        self._streams.copy(self._up, flat[start : start + numel], host)
+        with torch._C.DisableTorchFunction():  # a TorchFunctionMode of the caller's is for what it computes
+            host = torch.frombuffer(view(address, numel * flat.itemsize), dtype=flat.dtype)
+            self._streams.copy(self._up, flat[start : start + numel], host)
         residence.uploaded = self._streams.record(self._up)
         self._count(numel * flat.itemsize, 0)
         return Copy(residence.uploaded)

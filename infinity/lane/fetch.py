@@ -108,9 +108,14 @@ class FetchPass(_UnitPass):
 
     @property
     def only_uploads(self) -> bool:
-        """See Pass: `hi` lies in host memory, in one piece, and an accelerator computes."""
+        """See Pass: `hi` lies in host memory, in one piece, and an accelerator computes. A thread under a
+        TorchDispatchMode is not to begin copies, which the mode would see, and may replace: the lane's thread
+        has none.
+        """
         record = self.record
-        if self._device.is_host or not record.in_host("hi") or record.targets or record.packed:
+        if self._device.is_host or torch._C._len_torch_dispatch_stack():
+            return False
+        if not record.in_host("hi") or record.targets or record.packed:
             return False
         return record.in_one_piece(("hi",)) and record.written("hi", 0) and self._filled() > 0
 

@@ -9,7 +9,10 @@ import weakref
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import infinity
 import models
 from covers import matrix
 from infinity.device.device import AcceleratorDevice
@@ -71,6 +74,43 @@ def test_downloads_allocate_nothing_in_the_steady_state_however_slow_the_updates
     monkeypatch.setattr(StreamLane, "_work", lambda lane, tile: (time.sleep(0.004), work(lane, tile)))
     models.train(model, optimizer, 2, first=2)
     assert memory.made == made > 0
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+class Asked(TorchFunctionMode):
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Seen, Asked])
+def test_modes_of_the_thread_that_computes_see_no_copy_of_weights(folder, late, monkeypatch, mode):
+    def copy(streams, stream, to, source):
+        streams.copies += 1
+        to.copy_(source)
+
+    monkeypatch.setattr(LateStreams, "copy", copy)
+    with infinity.Init(nvme=folder, host_memory="64MiB"):
+        model = torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(24)])
+    seen = []
+    with torch.no_grad(), mode(seen):
+        model(torch.zeros(1, 128, dtype=torch.bfloat16))
+    assert late.copies > 0
+    assert "copy_" not in seen
+    assert "linear" in seen or "addmm" in seen
 
 
 def interrupted_once(monkeypatch, owner, name, *, after):

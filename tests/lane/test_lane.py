@@ -445,3 +445,88 @@ def test_a_closed_or_failed_lane_runs_no_pass_of_ones_own_either(inline, seed):
     with pytest.raises(EngineFailedError, match="closed"):
         closed.submit(_Where(in_host(), "late", log))
     assert log == []
+
+
+class _Uploads(Pass):
+    """Copies from host memory, begun by who submits it; `begin` is called in the middle of that."""
+
+    def __init__(self, record, begin=lambda: None):
+        super().__init__(record)
+        self.begin, self.begun, self.ended = begin, [], False
+
+    @property
+    def only_uploads(self):
+        return self.record.in_host("hi")
+
+    def let_copies_end(self):
+        self.ended = True
+
+    def tiles(self):
+        return tiles(TILE, TILE)
+
+    def reads_and_writes(self, start, stop):
+        return ("hi",), ()
+
+    def process(self, start, stop, at):
+        self.begun.append(threading.current_thread())
+        self.begin()
+
+
+def pinned_record():
+    record = Record(lay_out([("p", (TILE,))]), TILE, Traffic(), name="layers.3")
+    record.add("hi", HostStore(Ledger(1 << 24)))
+    record.note_written("hi", 0, TILE)
+    return record
+
+
+def test_uploads_from_host_memory_are_begun_by_who_submits_them(lane):
+    job = _Uploads(pinned_record())
+    lane.submit(job)
+    assert (job.done, job.begun) == (True, [threading.current_thread()])
+    lane.wait(job, finished=True)
+    lane.drain()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_who_waits_for_uploads_that_are_given_up_goes_on_once_their_copies_are_over(lane, error):
+    def fail():
+        with lane.lock:
+            found.extend(lane.unfinished(record))
+        raise error
+
+    found, record = [], pinned_record()
+    job = _Uploads(record, fail)
+    with pytest.raises(error):
+        lane.submit(job)
+    assert (found, job.ended, job.done) == ([job], True, False)
+    lane.wait(job, finished=True)
+    lane.drain()
+    again = _Uploads(record)
+    lane.submit(again)
+    lane.wait(again, finished=True)
+
+
+def test_a_field_that_leaves_host_memory_meanwhile_is_not_uploaded_from_there(seed):
+    lane = StreamLane(Pool(TILE * 16, 1))
+    record, disk = pinned_record(), FakeDisk(seed)
+
+    class Left(_Uploads):
+        asked = 0
+
+        @property
+        def only_uploads(self):
+            there = super().only_uploads
+            if not self.asked:  # asked without the lock: what is so now need not be so later
+                self.asked = 1
+                leave = LeavePass(record, "hi", disk.allocate(record.field_nbytes("hi"), "hi"), TILE)
+                lane.submit(leave)
+                lane.wait(leave, finished=True)
+            return there
+
+    try:
+        job = Left(record)
+        lane.submit(job)
+        lane.wait(job, finished=True)
+        assert threading.current_thread() not in job.begun
+    finally:
+        lane.close()

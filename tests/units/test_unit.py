@@ -67,6 +67,19 @@ def values(tensor):
 # Residence in a buffer
 
 
+def test_memory_that_a_fetch_left_behind_is_taken_no_second_time_and_given_back_once(home, monkeypatch):
+    given_back = []
+    monkeypatch.setattr(home.blocks, "leaving", lambda flat: given_back.append(flat.data_ptr()))
+    home.unit.allocate()
+    left = home.unit.flat.data_ptr()
+    home.unit.allocate()
+    assert (home.unit.flat.data_ptr(), given_back) == (left, [])
+    home.unit.deallocate()
+    assert given_back == [left]
+    home.unit.unbind()
+    assert given_back == [left]
+
+
 def test_attached_parameters_are_their_part_of_the_units_memory(home):
     unit = home.unit
     unit.allocate()
