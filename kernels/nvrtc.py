@@ -62,20 +62,26 @@ class CudaKernel:
         self._function, self._context = function[0], context[0]
 
     def launch(self, n: int, stream: int, arguments: Sequence[Any]) -> None:
-        """Queue the kernel over `n` elements on a stream, given by its handle. arguments: pointers to the
+        """Queue the kernel over `n` elements, at least one, on a stream of its device, given by its handle,
+        whatever device is the current one. arguments: pointers to the
         values of the function's parameters, as cffi's cdata.
 
         Raises: CudaKernelError.
         """
-        context = self._ffi.new("void **")
-        self._check("cuCtxGetCurrent", self._driver.cuCtxGetCurrent(context))
-        if context[0] == self._ffi.NULL:  # a thread that has not used the device yet
-            self._check("cuCtxSetCurrent", self._driver.cuCtxSetCurrent(self._context))
         pointers = self._ffi.new("void *[]", [self._ffi.cast("void *", one) for one in arguments])
         blocks = min(-(-n // _THREADS), _BLOCKS)
         shape = (blocks, 1, 1, _THREADS, 1, 1, 0)
         null, on = self._ffi.NULL, self._ffi.cast("void *", stream)
-        launched = self._driver.cuLaunchKernel(self._function, *shape, on, pointers, null)
+        context = self._ffi.new("void **")
+        self._check("cuCtxGetCurrent", self._driver.cuCtxGetCurrent(context))
+        before = context[0]
+        try:
+            if before != self._context:  # that of another device, or none in a thread that has not used any
+                self._check("cuCtxSetCurrent", self._driver.cuCtxSetCurrent(self._context))
+            launched = self._driver.cuLaunchKernel(self._function, *shape, on, pointers, null)
+        finally:
+            if before not in (self._context, null):
+                self._driver.cuCtxSetCurrent(before)
         self._check("cuLaunchKernel", launched)
 
     def _check(self, call: str, code: int) -> None:

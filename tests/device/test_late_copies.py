@@ -97,13 +97,13 @@ class Asked(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("mode", [Seen, Asked])
-def test_modes_of_the_thread_that_computes_see_no_copy_of_weights(folder, late, monkeypatch, mode):
+def test_modes_of_the_thread_that_computes_see_no_copy_of_weights(late, monkeypatch, mode):
     def copy(streams, stream, to, source):
         streams.copies += 1
         to.copy_(source)
 
     monkeypatch.setattr(LateStreams, "copy", copy)
-    with infinity.Init(nvme=folder, host_memory="64MiB"):
+    with infinity.Init(nvme=None, host_memory="64MiB"):
         model = torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(24)])
     seen = []
     with torch.no_grad(), mode(seen):
