@@ -281,13 +281,16 @@ def measure(
         if number == SETTLING and memory:
             made, moved = memory.made, _on_nvme(model)
         seconds.append(timed(step))
+    peak, nvme_nbytes, buffers = torch.cuda.max_memory_allocated(), 0.0, 0
+    if memory:  # before the profile, which takes a step more
+        nvme_nbytes, buffers = (_on_nvme(model) - moved) / (STEPS - SETTLING), memory.made - made
     result = TrainingResult(
         statistics.median(seconds[SETTLING:]),
-        torch.cuda.max_memory_allocated(),
+        peak,
         losses[-1].item(),
         profiled(step, trace / f"{name.replace(' ', '-')}.json.gz" if trace else None),
-        (_on_nvme(model) - moved) / (STEPS - SETTLING) if memory else 0.0,
-        memory.made - made if memory else 0,
+        nvme_nbytes,
+        buffers,
         device.pageable_reason if device else "",
     )
     if engine:

@@ -113,7 +113,7 @@ class FetchPass(_UnitPass):
         has none.
         """
         record = self.record
-        if self._device.is_host or torch._C._len_torch_dispatch_stack():
+        if self._device.is_host or torch._C._len_torch_dispatch_stack():  # noqa: SLF001 - no public one
             return False
         if not record.in_host("hi") or record.targets or record.packed:
             return False

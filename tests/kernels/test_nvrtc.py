@@ -30,7 +30,7 @@ int cuCtxGetCurrent(void **context) { *context = current; return 0; }
 int cuCtxSetCurrent(void *context) { current = context; return 0; }
 int cuModuleLoadData(void **module, const void *image) { *module = current; return 0; }
 int cuModuleGetFunction(void **function, void *module, const char *name) { *function = module; return 0; }
-int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned tx, unsigned ty, unsigned tz,
                    unsigned shared, void *stream, void **arguments, void **extra) {
     launched_in = current, launched_on = stream, launches++;
     return refuses || function != current ? 400 : 0;
