@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from infinity.optim.optimizers import Lion as Lion
     from infinity.sequences.loader import SequenceParallelLoader as SequenceParallelLoader
     from infinity.sequences.parallel import SequenceParallel as SequenceParallel
+    from infinity.sequences.random_ltd import RandomLTD as RandomLTD
     from infinity.sequences.warmup import SequenceWarmup as SequenceWarmup
     from infinity.storage.manifest import CheckpointError as CheckpointError
     from infinity.storage.safetensors_file import TensorFileError as TensorFileError
@@ -88,6 +89,7 @@ _MODULES = {
     "infinity.optim.optimizers": ("Adagrad", "Adam", "AdamW", "Lion", "SGD"),
     "infinity.sequences.loader": ("SequenceParallelLoader",),
     "infinity.sequences.parallel": ("SequenceParallel",),
+    "infinity.sequences.random_ltd": ("RandomLTD",),
     "infinity.sequences.warmup": ("SequenceWarmup",),
     "infinity.storage.manifest": ("CheckpointError",),
 }

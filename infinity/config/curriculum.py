@@ -19,10 +19,7 @@ SEQLEN = METRICS + "seqlen."
 LEGACY = "curriculum_learning."
 SWITCHES = ("data_efficiency.enabled", SAMPLING + "enabled", LEARNING + "enabled")
 """All of them switch the newer section on."""
-BESIDE = {
-    "data_efficiency.data_routing": SWITCHES[:1],
-    SAMPLING + "dynamic_batching": SWITCHES[:2],
-}
+BESIDE = {SAMPLING + "dynamic_batching": SWITCHES[:2]}
 """What the newer section asks for beside the curriculum -> the switches above it."""
 _SCHEDULE = {
     "total_curriculum_step": "steps",

@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from infinity.config import curriculum, deepspeed_frozen
+from infinity.config import curriculum, data_routing, deepspeed_frozen
+from infinity.config.data_routing import ROUTING, TokenRouting
 from infinity.config.deepspeed_keys import (
     ALIASES,
     SECTIONS,
@@ -118,6 +119,8 @@ class DeepSpeedSettings(Generic[C]):
     """Whether save_16bit_model writes."""
     curriculum: LengthSchedule | None
     """The lengths of the batches, by step; None: as they are."""
+    random_ltd: TokenRouting | None
+    """Which layers leave tokens out; None: none does."""
     drop_last: bool
     steps_per_print: int | None
     breakdown: bool
@@ -174,6 +177,7 @@ def translate(
         managed_accumulation=given.get("managed_gradient_accumulation", True),
         gathers_on_save=any(given.get(key, False) for key in _GATHERS),
         curriculum=curriculum.length_schedule(given),
+        random_ltd=data_routing.token_routing(given),
         drop_last=given.get("dataloader_drop_last", False),
         steps_per_print=None if steps_per_print is None else int(steps_per_print),
         breakdown=given.get("wall_clock_breakdown", False),
@@ -378,7 +382,7 @@ def _settle(found: Mapping[str, Any], lines: Lines, ranks: int) -> None:
         )
     _settle_optimizer(found, lines)
     _settle_offload(found, lines, ranks)
-    _settle_curriculum(found, lines)
+    _settle_efficiency(found, lines)
     for path, says in deepspeed_frozen.misfits(found):
         _say(lines, path, found.get(path), Verdict.UNSUPPORTED, says)
     if "gradient_clipping" not in found:
@@ -412,10 +416,11 @@ def _settle_optimizer(found: Mapping[str, Any], lines: Lines) -> None:
         _say(lines, path, found[path], Verdict.UNSUPPORTED, f"{kind} has no such option; leave it out")
 
 
-def _settle_curriculum(found: Mapping[str, Any], lines: Lines) -> None:
-    """Let keys of a curriculum that is switched off be off; what else its section asks for stays asked for,
-    unless a switch above it is off. Unknown keys stay unknown.
+def _settle_efficiency(found: Mapping[str, Any], lines: Lines) -> None:
+    """Let keys of a curriculum, or of a routing, that is switched off be off; what else their section asks
+    for stays asked for, unless a switch above it is off. Unknown keys stay unknown.
     """
+    routed = data_routing.asked(found)
     for section, on in (
         ("data_efficiency.", curriculum.asked(found)),
         (curriculum.LEGACY, curriculum.legacy(found)),
@@ -423,6 +428,8 @@ def _settle_curriculum(found: Mapping[str, Any], lines: Lines) -> None:
         for path, line in lines.items():
             switches = curriculum.BESIDE.get(path)
             wanted = on if switches is None else all(found.get(one) is not False for one in switches)
+            if path.startswith(ROUTING) or path == data_routing.SWITCHES[0]:
+                wanted = routed or (on and not path.startswith(ROUTING))
             if path.startswith(section) and not wanted and find(path) is not None:
                 lines[path] = replace(line, verdict=Verdict.OFF, says="not enabled")
 

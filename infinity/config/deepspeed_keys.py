@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 from infinity.config.curriculum import BESIDE, LEARNING, LEGACY, METRICS, SAMPLING, SEQLEN
+from infinity.config.data_routing import LTD, RATES, ROUTING, SCHEDULE, STEPS
 from infinity.config.deepspeed_frozen import LOADED, NONTRAINABLE
 from infinity.config.deepspeed_values import switched
 
@@ -56,6 +57,7 @@ _MONITOR = "losses, rates and seconds are written there"
 _ON_USE = "parameters are fetched when they are used, experts' too"
 _LOADED = "the data loader decides"
 _CURRICULUM = "infinity.SequenceWarmup around the data loader that initialize makes"
+_ROUTED = "infinity.RandomLTD of the model"
 _FOUND = "transformers' interface of experts tells which modules have them"
 _MEASURED = "measured when a disk is first used"
 _FROZEN = "frozen weights in fewer bits, made once: Config(frozen_dtype=...)"
@@ -125,6 +127,15 @@ HONOURED = {
     **_all(f"{SEQLEN} {LEGACY}", "min_difficulty max_difficulty", "count", _CURRICULUM),
     **_all(f"{SEQLEN} {LEGACY}", "schedule_type", "text", _CURRICULUM),
     **_all(f"{SEQLEN} {LEGACY}", "schedule_config.*", "anything", _CURRICULUM),
+    ROUTING + "enabled": ("switch", _ROUTED),
+    LTD + "enabled": ("switch", _ROUTED),
+    LTD + "random_ltd_layer_id": ("anything", "numbers of the layers that leave tokens out"),
+    **_all(LTD, "total_layer_num random_ltd_layer_num", "count", "compared with the layers that are there"),
+    **_all(SCHEDULE, "min_value max_value", "count", "tokens of a row that are kept, first and at the end"),
+    SCHEDULE + "schedule_type": ("text", "fixed_linear"),
+    **_all(STEPS, "require_steps seq_per_step", "count", _ROUTED),
+    LTD + "model_mask_name": ("text", "the layers' argument that is a mask; its kept tokens are taken"),
+    LTD + "hidden_state_order": ("text", "batch_seq_dim or seq_batch_dim"),
     NONTRAINABLE: ("switch", 'frozen_dtype="int8", of what is frozen when Init ends'),
     LOADED + "num_bits": ("count", '8: frozen_dtype="int8", 4: "nf4"; what is loaded is frozen'),
     LOADED + "group_size": ("size", _FROZEN),
@@ -137,6 +148,9 @@ UNNECESSARY = {
     **_all("data_efficiency.", "seed", "size", _LOADED),
     **_all(SAMPLING, "num_epochs num_workers", "size", _LOADED),
     **_all(SAMPLING, "pin_memory", "switch", _LOADED),
+    LTD + "model_type": ("text", "masks of decoders and of encoders are cut alike"),
+    **_all(LTD, "global_batch_size micro_batch_size", "size", "as the batches are"),
+    **_all(RATES, "total_layer_tokens warmup_layer_tokens warmup_type", "anything", "its section is off"),
     LEARNING + "data_cluster_path": ("text", "rows are cut to the length of the step; nothing is indexed"),
     **_all(_ZERO, "reduce_bucket_size allgather_bucket_size", "size", _REDUCE),
     **_all(
@@ -268,6 +282,7 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     _ZERO + "mics_shard_size": ("anything", (-1, 0), "DeepSpeed has removed it too"),
     _ZERO + "mics_hierarchical_params_gather": ("switch", (False,), "DeepSpeed has removed it too"),
     _ZERO + "zeropp_loco_param": ("anything", (), "DeepSpeed has removed it too"),
+    RATES + "enabled": ("switch", (False,), "DeepSpeed has not made it either; a scheduler of your own"),
     METRICS + "*": ("anything", (), "batches can be chosen by length alone: seqlen"),
     SEQLEN + "difficulty_type": ("text", ("value",), "lengths are tokens; leave it out"),
     **{
@@ -300,7 +315,6 @@ REFUSED = {
     "pipeline": "a model larger than the device needs no pipeline here",
     "tensor_parallel": "for a layer larger than the device: Config(tile_above=...)",
     "compile": "torch.compile cannot follow fetching and releasing; leave it out",
-    "data_efficiency.data_routing": "no layer leaves tokens out",
     SAMPLING + "dynamic_batching": "choose batches in the data loader",
     _ZERO + "zenflow": "updates overlap with computing, and are exact; leave it out",
     "compression_training": _GONE,

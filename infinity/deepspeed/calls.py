@@ -16,6 +16,7 @@ dynamic_loss_scale_args fp16_auto_cast fp16_master_weights_and_gradients get_dat
 gradient_predivide_factor initial_dynamic_scale is_sanity_checks_enabled load_universal_checkpoint
 log_level memory_breakdown mics_shard_size optimizer_legacy_fusion optimizer_name optimizer_params
 postscale_gradients scheduler_name scheduler_params sparse_gradients_enabled steps_per_print super_offload
+random_ltd_config random_ltd_enabled
 swap_tensor_config tensor_parallel_config torch_autocast_dtype torch_autocast_enabled
 torch_autocast_lower_precision_safe_modules use_node_local_storage zenflow_config
 zero_allgather_bucket_size zero_allgather_partitions zero_allgather_sequential
@@ -40,7 +41,6 @@ eigenvalue_max_iter eigenvalue_stability eigenvalue_tol eigenvalue_verbose elast
 flops_profiler_detailed flops_profiler_enabled flops_profiler_module_depth flops_profiler_output_file
 flops_profiler_profile_step flops_profiler_recompute_fwd_factor flops_profiler_top_modules get_pld_theta
 is_elastic_model_parallel_supported pld_enabled pld_gamma pld_params pld_theta quantize_training
-random_ltd_config random_ltd_enabled random_ltd_initialize
 set_data_post_process_func
 """
 _COMPILING = """
@@ -71,6 +71,7 @@ ENGINE: dict[str, str] = {
     "is_map_style_dataset": "hasattr(data, '__getitem__')",
     "load_moe_state_dict": "engine.load_checkpoint loads experts, too",
     "load_module_state_dict": "engine.module.load_state_dict(state_dict)",
+    "random_ltd_initialize": "initialize does it, as the configuration says; see engine.random_ltd",
     "print_forward_breakdown": '"wall_clock_breakdown": true logs seconds; infinity.stats(engine.module)',
 }
 """Public names of DeepSpeedEngine (0.19)."""

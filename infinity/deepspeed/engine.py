@@ -30,6 +30,7 @@ from infinity.engine.engine import engine_of, engine_of_model
 from infinity.engine.no_sync import no_sync
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.optim.base import OffloadedOptimizer
+from infinity.sequences.random_ltd import RandomLTD
 from infinity.sequences.warmup import SequenceWarmup
 
 logger = logging.getLogger("infinity")
@@ -51,12 +52,13 @@ class DeepSpeedEngine(nn.Module):
         settings: Settings,
         loader: Any = None,
         warmup: SequenceWarmup | None = None,
+        random_ltd: RandomLTD | None = None,
     ) -> None:
         """Train `model`, built in Init, with `optimizer` and `scheduler`, from `loader`; warmup: what in it
-        decides the lengths of sequences.
+        decides the lengths of sequences; random_ltd: what lets layers of the model leave tokens out.
         """
         super().__init__()
-        self.warmup = warmup
+        self.warmup, self.random_ltd = warmup, random_ltd
         self.module = model
         self.optimizer = optimizer
         self.lr_scheduler = scheduler
@@ -123,6 +125,8 @@ class DeepSpeedEngine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
+        if self.random_ltd is not None:
+            self.random_ltd.seek(self.global_steps)
         if self.settings.scaling is not None and self.settings.scaling.casts:
             args, kwargs = pytree.tree_map_only(torch.Tensor, _halved, (args, kwargs))
         with self._timed("forward"):

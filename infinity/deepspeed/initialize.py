@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from infinity.activations.blocks import blocks_of
 from infinity.config.deepspeed_recipe import OPTIONS, halves_of_muon
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.launch import Settings, init_distributed, rank, ranks, settings_of
@@ -29,6 +30,8 @@ from infinity.optim import optimizers
 from infinity.optim.base import OffloadedOptimizer
 from infinity.optim.muon import MUONS, Muon, split_groups
 from infinity.sequences.loader import SequenceParallelLoader
+from infinity.sequences.random_ltd import RandomLTD
+from infinity.sequences.tokens import KNOWN
 from infinity.sequences.warmup import SequenceWarmup
 from infinity.sizes import format_size
 from infinity.units.released import expect_optimizers_of_torch
@@ -90,12 +93,14 @@ def initialize(
     if settings.dump:
         logger.info("%s", settings.report)
     _take_in(model, settings)
+    routing = _routing(model, settings)
     ours, replaced = _optimizer(model, optimizer, model_parameters, settings)
     scheduler = _scheduler(lr_scheduler, ours, replaced, settings)
     loader, warmup = _loader(training_data, collate_fn, settings, model)
     if settings.batches.steps > 1:
         _tell_of_accumulation(model, settings.batches.steps)
-    return DeepSpeedEngine(model, ours, scheduler, settings, loader, warmup), ours, loader, scheduler
+    engine = DeepSpeedEngine(model, ours, scheduler, settings, loader, warmup, routing)
+    return engine, ours, loader, scheduler
 
 
 def _tell_of_accumulation(model: nn.Module, steps: int) -> None:
@@ -132,6 +137,29 @@ def _take_in(model: nn.Module, settings: Settings) -> None:
             f"the model was built in Init with nvme={found or None}, but the configuration says {wanted}; "
             "give Init the same configuration"
         )
+
+
+def _routing(model: nn.Module, settings: Settings) -> RandomLTD | None:
+    """Let the layers that the configuration names leave tokens out."""
+    asked = settings.random_ltd
+    if asked is None:
+        return None
+    found = len(list(blocks_of(model)))
+    if asked.of_layers not in (None, found):
+        raise ConfigError(
+            f"random_ltd.total_layer_num={asked.of_layers}, but {type(model).__name__} has {found} layers"
+        )
+    masks = {} if asked.mask is None else {asked.mask: KNOWN["attention_mask"]}
+    return RandomLTD(
+        model,
+        asked.schedule.shortest,
+        asked.schedule.longest,
+        steps=asked.schedule.steps,
+        multiple=asked.schedule.multiple,
+        layers=asked.layers,
+        seq_first=asked.seq_first,
+        arguments=masks,
+    )
 
 
 def _optimizer(

@@ -1,1 +1,1 @@
-"""Sequences in parts over ranks, and their lengths: Ulysses' attention, split batches, a warm-up."""
+"""Sequences in parts over ranks, and which of their tokens are computed: Ulysses, a warm-up, random-LTD."""

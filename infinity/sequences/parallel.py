@@ -174,6 +174,11 @@ class SequenceParallel:
         return output
 
 
+def is_divided(model: nn.Module) -> bool:
+    """Whether ranks share the sequences of a model."""
+    return any(one in _of_models for one in model.modules())
+
+
 def sequences_of(model: nn.Module) -> SequenceParallel:
     """Return what divides a model's sequences among ranks.
 

@@ -10,6 +10,7 @@ from infinity.config.deepspeed_keys import KEYS, Verdict
 from infinity.config.deepspeed_recipe import Chosen
 from infinity.config.loss_scale import Scaling
 from infinity.deepspeed.launch import read
+from infinity.planning.kept_tokens import TokenSchedule
 from samples import BF16, FINE_TUNE
 
 GETTING_STARTED = {
@@ -386,10 +387,6 @@ def test_a_curriculum_by_length_is_read_from_both_sections(section):
         ({"curriculum_learning": {**OLDER, "curriculum_type": "rarity"}}, "by length alone: seqlen"),
         ({"curriculum_learning": {"enabled": True}}, "needs min_difficulty, max_difficulty"),
         ({"curriculum_learning": OLDER, "data_efficiency": by_length()}, "is there twice"),
-        (
-            {"data_efficiency": {**by_length(), "data_routing": {"enabled": True}}},
-            "no layer leaves tokens out",
-        ),
     ],
 )
 def test_other_curricula_are_refused_by_name(section, says):
@@ -414,14 +411,12 @@ def test_a_curriculum_by_another_metric_is_refused_unless_it_is_off():
     assert {line.verdict for line in off.report.lines if line.key.startswith("data_eff")} == {Verdict.OFF}
 
 
-ROUTED = {"data_routing": {"enabled": True, "random_ltd": {"enabled": True}}}
 DYNAMIC = {"data_sampling": {"enabled": True, "dynamic_batching": {"enabled": True, "max_tokens": 9}}}
 
 
 @pytest.mark.parametrize(
     ("section", "says"),
     [
-        ({"data_efficiency": {"enabled": True, **ROUTED}}, "no layer leaves tokens out"),
         ({"data_efficiency": {"enabled": True, **DYNAMIC}}, "choose batches in the data loader"),
         ({"curriculum_learning": {"enable": True}}, "unknown; did you mean curriculum_learning.enabled"),
         ({"data_efficiency": {"enabled": True, "sede": 1}}, "unknown; did you mean data_efficiency.seed"),
@@ -433,16 +428,83 @@ def test_what_a_section_asks_for_without_a_curriculum_is_refused_by_name(section
     assert says in str(error.value)
 
 
-@pytest.mark.parametrize("asked", [ROUTED, DYNAMIC])
-def test_what_is_beside_a_curriculum_is_off_where_its_section_is_or_it_is_itself(asked):
+def test_what_is_beside_a_curriculum_is_off_where_its_section_is_or_it_is_itself():
     off = {"max_tokens": 9, "enabled": False}
     for section in (
-        {"enabled": False, **asked},
-        {"enabled": True, "data_routing": off, "data_sampling": {"enabled": True, "dynamic_batching": off}},
+        {"enabled": False, **DYNAMIC},
+        {"enabled": True, "data_sampling": {"enabled": True, "dynamic_batching": off}},
     ):
         lines = read({"data_efficiency": section}).report.lines
-        beside = [line for line in lines if line.key.endswith(("data_routing", "dynamic_batching"))]
+        beside = [line for line in lines if line.key.endswith("dynamic_batching")]
         assert {line.verdict for line in beside} == {Verdict.OFF}
+
+
+def routed(switches=(True, True, True), schedule=None, **changes):
+    """Return a section data_efficiency with random-LTD. switches: its own, data_routing's, its section's."""
+    section = {
+        "enabled": switches[0],
+        "total_layer_num": 24,
+        "random_ltd_layer_num": 3,
+        "random_ltd_layer_id": [1, 2, 22],
+        "model_mask_name": "mask",
+        "model_type": "decoder",
+        "hidden_state_order": "seq_batch_dim",
+        "random_ltd_schedule": {
+            "min_value": 128,
+            "max_value": 2048.0,
+            "schedule_type": "fixed_linear",
+            "schedule_config": {"require_steps": 2e5, "seq_per_step": 16},
+            **(schedule or {}),
+        },
+        **changes,
+    }
+    return {"enabled": switches[2], "data_routing": {"enabled": switches[1], "random_ltd": section}}
+
+
+def test_random_ltd_is_read_beside_a_curriculum_and_without_one():
+    for more in ({}, by_length()):
+        settings = read({"data_efficiency": {**more, **routed()}})
+        found = settings.random_ltd
+        assert found.schedule == TokenSchedule(shortest=128, longest=2048, steps=200_000, multiple=16)
+        assert (found.layers, found.of_layers, found.mask, found.seq_first) == ((1, 2, 22), 24, "mask", True)
+        assert (settings.curriculum is None) == (not more)
+        assert not settings.report.of(Verdict.OFF, Verdict.UNSUPPORTED)
+    least = routed()
+    for name in ("total_layer_num", "random_ltd_layer_num", "model_mask_name", "hidden_state_order"):
+        del least["data_routing"]["random_ltd"][name]
+    found = read({"data_efficiency": least}).random_ltd
+    assert (found.of_layers, found.mask, found.seq_first) == (None, None, False)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_random_ltd_is_off_where_one_of_its_three_switches_is(place):
+    switches = [True] * 3
+    switches[place] = False
+    settings = read({"data_efficiency": {**by_length(), **routed(switches)}})
+    assert settings.random_ltd is None
+    assert (settings.curriculum is None) == (place == 2)
+    beside = [line for line in settings.report.lines if "data_routing" in line.key]
+    assert {line.verdict for line in beside} == {Verdict.OFF}
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        (routed(random_ltd_layer_id=None), "needs random_ltd_layer_id"),
+        (routed(schedule={"schedule_config": {"require_steps": 5}}), "schedule_config.seq_per_step"),
+        (routed(random_ltd_layer_num=2), "random_ltd_layer_id names 3 layers"),
+        (routed(random_ltd_layer_id="1, 2"), "expected a list of numbers"),
+        (routed(schedule={"schedule_type": "fixed_root"}), "expected 'fixed_linear'"),
+        (routed(schedule={"min_value": 4096}), "shortest=4096 is above longest=2048"),
+        (routed(hidden_state_order="dim_seq"), "expected 'batch_seq_dim' or 'seq_batch_dim'"),
+        (routed(layer_token_lr_schedule={"enabled": True}), "DeepSpeed has not made it either"),
+        (routed(random_ltd_layers=[1]), "unknown; did you mean"),
+    ],
+)
+def test_random_ltd_that_does_not_fit_is_refused_by_name(section, says):
+    with pytest.raises(ConfigError) as error:
+        read({"data_efficiency": section})
+    assert says in str(error.value)
 
 
 def test_whole_numbers_of_a_curriculum_may_be_written_as_floats():

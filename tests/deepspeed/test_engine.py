@@ -474,3 +474,49 @@ def test_parameters_that_are_not_offloaded_stay_on_the_device_and_change_no_bit(
     engine, _, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)
     assert run(engine, 3) == reference(3, 1, 1.0)[2]
     assert (engine.zero_optimization_stage(), infinity.stats(engine.module).nvme_nbytes > 0) == (2, True)
+
+
+def routing(**changes):
+    """Return a section data_efficiency with random-LTD, as DeepSpeed's page has it."""
+    section = {
+        "enabled": True,
+        "total_layer_num": 3,
+        "random_ltd_layer_num": 1,
+        "random_ltd_layer_id": [1],
+        "model_mask_name": "attention_mask",
+        "model_type": "decoder",
+        "hidden_state_order": "batch_seq_dim",
+        "random_ltd_schedule": {
+            "min_value": 4,
+            "max_value": 16,
+            "schedule_type": "fixed_linear",
+            "schedule_config": {"require_steps": 3, "seq_per_step": 4},
+        },
+        **changes,
+    }
+    return {"enabled": True, "seed": 1234, "data_routing": {"enabled": True, "random_ltd": section}}
+
+
+def test_layers_leave_out_tokens_by_the_updates_so_far(folder):
+    config = configuration(folder, gradient_accumulation_steps=2, data_efficiency=routing())
+    engine, _, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)
+    kept = []
+
+    def train(engine, updates):
+        kept.clear()
+        for _ in range(2 * updates):
+            ids = torch.arange(32).view(2, 16)
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            kept.append(engine.random_ltd.kept)
+            engine.step()
+        return list(kept)
+
+    assert train(engine, 2) == [4, 4, 8, 8]
+    assert engine.random_ltd.left_out == 2 * 2 * (12 + 8)
+    engine.save_checkpoint(folder / "saved")
+    again, _, _, _ = infinity.deepspeed.initialize(model=llama(config, seed=1), config=config)
+    again.load_checkpoint(folder / "saved")
+    assert train(again, 2) == [12, 12, 16, 16]
+    wrong = configuration(folder, data_efficiency=routing(total_layer_num=24))
+    with pytest.raises(infinity.ConfigError, match=r"total_layer_num=24, but LlamaForCausalLM has 3 layers"):
+        infinity.deepspeed.initialize(model=llama(wrong), config=wrong)

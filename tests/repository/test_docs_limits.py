@@ -195,6 +195,13 @@ def eager():
     return model
 
 
+def leaving_tokens_out(change, lab):
+    model = lab.build(models.MODELS["llama"])
+    change(model)
+    infinity.RandomLTD(model, 4, 8, steps=2, multiple=1)
+    model(input_ids=models.batch(0))
+
+
 INT8 = {"state_dtype": "int8"}
 TRIED = {
     "`torch.compile(model)`, `model.compile()`": [
@@ -271,6 +278,13 @@ TRIED = {
         lambda lab: infinity.sequence_parallel(lab.build(t5), 1),
         lambda lab: infinity.sequence_parallel(lab.model(), 1),
         lambda lab: infinity.sequence_parallel(lab.build(eager), 1),
+    ],
+    "`RandomLTD` of a model without blocks, of blocks in slices, with flash or flex attention, or of "
+    "sequences that ranks share": [
+        lambda lab: infinity.RandomLTD(lab.model(), 4, 8, steps=2, multiple=1),
+        partial(leaving_tokens_out, lambda model: infinity.tiling.tile_batch_(model, 1)),
+        partial(leaving_tokens_out, lambda model: model.set_attn_implementation("flex_attention")),
+        partial(leaving_tokens_out, lambda model: infinity.sequence_parallel(model, 1)),
     ],
     '`expert_parallel` on an accelerator, with `experts="whole"`, or where it does not divide the ranks': [
         lambda lab: lab.model(expert_parallel=2, device="cuda"),

@@ -18,7 +18,7 @@ PAGES = {
     for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
     if path.name != "errors.md"
 }
-SIZES = "vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4"
+SIZES = "vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4"
 REPLACED = {
     "LlamaConfig()": f"LlamaConfig({SIZES})",
     '"4GiB"': '"16MiB"',
