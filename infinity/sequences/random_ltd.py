@@ -26,7 +26,7 @@ from infinity.activations.by_budget import in_backward
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.planning.kept_tokens import TokenSchedule
 from infinity.sequences.parallel import is_divided
-from infinity.sequences.tokens import KNOWN, Kept, caches_in, check_layouts
+from infinity.sequences.tokens import KNOWN, KeptTokens, caches_in, check_layouts
 from infinity.tiling import runs_in_slices
 
 _ATTENTION = ("eager", "sdpa")
@@ -123,7 +123,7 @@ class RandomLTD:
                 _restore(block)
         self._blocks = []
 
-    def choose(self, hidden: torch.Tensor, kind: str, *, training: bool) -> tuple[Kept | None, str]:
+    def choose(self, hidden: torch.Tensor, kind: str, *, training: bool) -> tuple[KeptTokens | None, str]:
         """Return the tokens that a call of a block keeps, None for all; and the layout of `hidden`.
 
         Raises: UnsupportedError for hidden states without tokens, and for a block that is recomputed with
@@ -157,7 +157,9 @@ class RandomLTD:
         if len(self._noted) > _NOTED:
             del self._noted[next(iter(self._noted))]
 
-    def _again(self, rows: int, tokens: int, count: int, device: torch.device, kind: str) -> Kept | None:
+    def _again(
+        self, rows: int, tokens: int, count: int, device: torch.device, kind: str
+    ) -> KeptTokens | None:
         """Return what a block that is recomputed keeps; see [Note: recomputed layers]."""
         noted = self._noted.get(_next_draw())
         if noted is None and count == tokens:
@@ -242,7 +244,7 @@ class RoutedBlock:
                 "with gradients. Call the model with use_cache=False and without a cache"
             )
 
-    def _joined(self, kept: Kept, hidden: torch.Tensor, output: Any, layout: str) -> Any:
+    def _joined(self, kept: KeptTokens, hidden: torch.Tensor, output: Any, layout: str) -> Any:
         many = isinstance(output, tuple)
         first = output[0] if many and output else output
         expected = list(hidden.shape)
@@ -341,9 +343,9 @@ def _next_draw() -> int:
     return drawn
 
 
-def _keep(drawn: int, rows: int, tokens: int, count: int, device: torch.device) -> Kept:
+def _keep(drawn: int, rows: int, tokens: int, count: int, device: torch.device) -> KeptTokens:
     """Return the tokens that a draw stands for: every choice of each row is as likely."""
     generator = torch.Generator(device="cpu").manual_seed(drawn)
     keys = torch.rand(rows, tokens, generator=generator, dtype=torch.float64, device="cpu")
     indices = keys.topk(count, dim=1).indices.sort(dim=1).values
-    return Kept(indices.to(device), tokens)
+    return KeptTokens(indices.to(device), tokens)

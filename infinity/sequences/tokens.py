@@ -46,7 +46,7 @@ def check_layouts(layouts: dict[str, str]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptTokens:
     """The tokens of one call of a layer that are kept."""
 
     indices: torch.Tensor

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from infinity import ConfigError, UnsupportedError
-from infinity.sequences.tokens import KNOWN, Kept, check_layouts
+from infinity.sequences.tokens import KNOWN, KeptTokens, check_layouts
 
 INDICES = torch.tensor([[0, 2, 3], [1, 2, 4]])
-KEPT = Kept(INDICES, 5)
+KEPT = KeptTokens(INDICES, 5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16])
