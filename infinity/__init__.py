@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from infinity.sequences.loader import SequenceParallelLoader as SequenceParallelLoader
     from infinity.sequences.parallel import SequenceParallel as SequenceParallel
     from infinity.sequences.random_ltd import RandomLTD as RandomLTD
+    from infinity.sequences.sparse_attention import SparseAttention as SparseAttention
     from infinity.sequences.warmup import SequenceWarmup as SequenceWarmup
     from infinity.storage.manifest import CheckpointError as CheckpointError
     from infinity.storage.safetensors_file import TensorFileError as TensorFileError
@@ -90,6 +91,7 @@ _MODULES = {
     "infinity.sequences.loader": ("SequenceParallelLoader",),
     "infinity.sequences.parallel": ("SequenceParallel",),
     "infinity.sequences.random_ltd": ("RandomLTD",),
+    "infinity.sequences.sparse_attention": ("SparseAttention",),
     "infinity.sequences.warmup": ("SequenceWarmup",),
     "infinity.storage.manifest": ("CheckpointError",),
 }

@@ -30,6 +30,7 @@ from infinity.config.deepspeed_recipe import OPTIONS, Chosen, check_schedule, ch
 from infinity.config.deepspeed_values import TYPES
 from infinity.config.loss_scale import Scaling
 from infinity.config.sequence_ranks import check_sequences
+from infinity.config.sparse_attention import AskedSparsity, asked_sparsity
 from infinity.errors import ConfigError, meant
 from infinity.planning.lengths import LengthSchedule
 
@@ -121,6 +122,8 @@ class DeepSpeedSettings(Generic[C]):
     """The lengths of the batches, by step; None: as they are."""
     random_ltd: TokenRouting | None
     """Which layers leave tokens out; None: none does."""
+    sparsity: AskedSparsity | None
+    """Of attention; None: as the model is."""
     drop_last: bool
     steps_per_print: int | None
     breakdown: bool
@@ -178,6 +181,7 @@ def translate(
         gathers_on_save=any(given.get(key, False) for key in _GATHERS),
         curriculum=curriculum.length_schedule(given),
         random_ltd=data_routing.token_routing(given),
+        sparsity=asked_sparsity(given),
         drop_last=given.get("dataloader_drop_last", False),
         steps_per_print=None if steps_per_print is None else int(steps_per_print),
         breakdown=given.get("wall_clock_breakdown", False),

@@ -15,6 +15,8 @@ from infinity.config.curriculum import BESIDE, LEARNING, LEGACY, METRICS, SAMPLI
 from infinity.config.data_routing import LTD, RATES, ROUTING, SCHEDULE, STEPS
 from infinity.config.deepspeed_frozen import LOADED, NONTRAINABLE
 from infinity.config.deepspeed_values import switched
+from infinity.config.sparse_attention import LISTS, NUMBERS, SPARSE, TEXTS
+from infinity.config.sparse_attention import SWITCHES as SPARSE_SWITCHES
 
 
 class Verdict(Enum):
@@ -58,6 +60,7 @@ _ON_USE = "parameters are fetched when they are used, experts' too"
 _LOADED = "the data loader decides"
 _CURRICULUM = "infinity.SequenceWarmup around the data loader that initialize makes"
 _ROUTED = "infinity.RandomLTD of the model"
+_SPARSE = "infinity.SparseAttention of the model"
 _FOUND = "transformers' interface of experts tells which modules have them"
 _MEASURED = "measured when a disk is first used"
 _FROZEN = "frozen weights in fewer bits, made once: Config(frozen_dtype=...)"
@@ -136,6 +139,10 @@ HONOURED = {
     **_all(STEPS, "require_steps seq_per_step", "count", _ROUTED),
     LTD + "model_mask_name": ("text", "the layers' argument that is a mask; its kept tokens are taken"),
     LTD + "hidden_state_order": ("text", "batch_seq_dim or seq_batch_dim"),
+    **_all(SPARSE, f"block {NUMBERS}", "size", _SPARSE),
+    **_all(SPARSE, LISTS, "anything", _SPARSE),
+    **_all(SPARSE, SPARSE_SWITCHES, "switch", _SPARSE),
+    **_all(SPARSE, TEXTS, "text", _SPARSE),
     NONTRAINABLE: ("switch", 'frozen_dtype="int8", of what is frozen when Init ends'),
     LOADED + "num_bits": ("count", '8: frozen_dtype="int8", 4: "nf4"; what is loaded is frozen'),
     LOADED + "group_size": ("size", _FROZEN),
@@ -322,7 +329,6 @@ REFUSED = {
     "amp": '"bf16": {"enabled": true}',
     "quantize_training": _GONE,
     "eigenvalue": _GONE,
-    "sparse_attention": _GONE,
     "elasticity": _GONE,
     "progressive_layer_drop": _GONE,
 }

@@ -31,6 +31,7 @@ from infinity.optim.base import OffloadedOptimizer
 from infinity.optim.muon import MUONS, Muon, split_groups
 from infinity.sequences.loader import SequenceParallelLoader
 from infinity.sequences.random_ltd import RandomLTD
+from infinity.sequences.sparse_attention import SparseAttention
 from infinity.sequences.tokens import KNOWN
 from infinity.sequences.warmup import SequenceWarmup
 from infinity.sizes import format_size
@@ -93,6 +94,8 @@ def initialize(
     if settings.dump:
         logger.info("%s", settings.report)
     _take_in(model, settings)
+    if settings.sparsity is not None:
+        SparseAttention(model, settings.sparsity.mode, **settings.sparsity.options)
     routing = _routing(model, settings)
     ours, replaced = _optimizer(model, optimizer, model_parameters, settings)
     scheduler = _scheduler(lr_scheduler, ours, replaced, settings)

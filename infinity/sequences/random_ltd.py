@@ -26,6 +26,7 @@ from infinity.activations.by_budget import in_backward
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.planning.kept_tokens import TokenSchedule
 from infinity.sequences.parallel import is_divided
+from infinity.sequences.sparse_attention import inner_attention
 from infinity.sequences.tokens import KNOWN, KeptTokens, caches_in, check_layouts
 from infinity.tiling import runs_in_slices
 
@@ -259,7 +260,7 @@ class RoutedBlock:
         return (whole, *output[1:]) if many else whole
 
     def _check_attention(self) -> None:
-        name = getattr(self._config, "_attn_implementation", None)
+        name = inner_attention(getattr(self._config, "_attn_implementation", None))
         if name is not None and name not in _ATTENTION:
             raise UnsupportedError(
                 f"RandomLTD: attn_implementation={name!r} does not take the mask of the tokens that are "

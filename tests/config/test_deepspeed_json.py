@@ -9,6 +9,7 @@ from infinity import Config, ConfigError
 from infinity.config.deepspeed_keys import KEYS, Verdict
 from infinity.config.deepspeed_recipe import Chosen
 from infinity.config.loss_scale import Scaling
+from infinity.config.sparse_attention import AskedSparsity
 from infinity.deepspeed.launch import read
 from infinity.planning.kept_tokens import TokenSchedule
 from samples import BF16, FINE_TUNE
@@ -534,3 +535,41 @@ def test_ranks_that_divide_experts_are_read_where_they_are_switched_on():
     assert read({"train_batch_size": 16, "expert_parallel": off}).config.expert_parallel == 1
     with pytest.raises(ConfigError, match=r"expert_parallel.*above 0"):
         read({"train_batch_size": 16, "expert_parallel": {**section, "autoep_size": 0}})
+
+
+SPARSE = {
+    "mode": "fixed",
+    "block": 16,
+    "different_layout_per_head": True,
+    "num_local_blocks": 4.0,
+    "num_global_blocks": 1,
+    "attention": "bidirectional",
+    "horizontal_global_attention": False,
+    "num_different_global_patterns": 4,
+}
+"""As DeepSpeed's page has it."""
+
+
+def test_sparse_attention_is_read_with_the_files_own_defaults():
+    settings = read({"sparse_attention": SPARSE})
+    assert settings.sparsity == AskedSparsity("fixed", {k: v for k, v in SPARSE.items() if k != "mode"})
+    assert not settings.report.of(Verdict.OFF, Verdict.UNSUPPORTED)
+    found = read({"sparse_attention": {"mode": "bigbird", "block": 32}}).sparsity
+    assert found == AskedSparsity("bigbird", {"block": 32, "num_random_blocks": 0})
+    assert read({"sparse_attention": {"block": 8}}).sparsity.mode == "fixed"
+    for nothing in (None, {}):
+        assert read({"sparse_attention": nothing}).sparsity is None
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"mode": "longformer"}, "expected one of 'dense', 'fixed'"),
+        ({**SPARSE, "num_local_block": 2}, "unknown; did you mean sparse_attention.num_local_blocks"),
+        ({**SPARSE, "block": "16"}, "sparse_attention.block='16': expected a whole number"),
+    ],
+)
+def test_sparse_attention_that_does_not_fit_is_refused_by_name(section, says):
+    with pytest.raises(ConfigError) as error:
+        read({"sparse_attention": section})
+    assert says in str(error.value)

@@ -520,3 +520,18 @@ def test_layers_leave_out_tokens_by_the_updates_so_far(folder):
     wrong = configuration(folder, data_efficiency=routing(total_layer_num=24))
     with pytest.raises(infinity.ConfigError, match=r"total_layer_num=24, but LlamaForCausalLM has 3 layers"):
         infinity.deepspeed.initialize(model=llama(wrong), config=wrong)
+
+
+def test_attention_is_sparse_where_the_configuration_says_so(folder):
+    losses = []
+    for section in ({}, {"sparse_attention": {"mode": "bslongformer", "block": 2}}):
+        config = configuration(folder, **section)
+        engine, _, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)
+        ids = torch.arange(32).view(2, 16)
+        losses.append(engine(input_ids=ids, labels=ids).loss.item())
+    model = llama(config)
+    infinity.SparseAttention(model, "bslongformer", block=2)
+    assert losses[0] != losses[1] == model(input_ids=ids, labels=ids).loss.item()
+    wrong = configuration(folder, sparse_attention={"mode": "bslongformer", "num_local_blocks": 2})
+    with pytest.raises(infinity.ConfigError, match="num_local_blocks=2: mode='bslongformer' takes"):
+        infinity.deepspeed.initialize(model=llama(wrong), config=wrong)

@@ -286,6 +286,20 @@ TRIED = {
         partial(leaving_tokens_out, lambda model: model.set_attn_implementation("flex_attention")),
         partial(leaving_tokens_out, lambda model: infinity.sequence_parallel(model, 1)),
     ],
+    "`SparseAttention` of encoder-decoders, with eager or flash attention, of sequences that ranks share, and "
+    "with a mask of queries and keys": [
+        lambda lab: infinity.SparseAttention(lab.build(t5)),
+        lambda lab: infinity.SparseAttention(lab.build(eager)),
+        lambda lab: infinity.SparseAttention(lab.build(eager), implementation="flash_attention_2"),
+        lambda lab: (
+            infinity.sequence_parallel(lab.build(models.MODELS["llama"]), 1),
+            infinity.SparseAttention(lab.built[-1], implementation="sdpa"),
+        ),
+        lambda lab: (
+            infinity.SparseAttention(lab.build(models.MODELS["llama"])),
+            lab.built[-1](input_ids=models.batch(0), attention_mask=torch.ones(2, 1, 16, 16)),
+        ),
+    ],
     '`expert_parallel` on an accelerator, with `experts="whole"`, or where it does not divide the ranks': [
         lambda lab: lab.model(expert_parallel=2, device="cuda"),
         lambda lab: lab.model(expert_parallel=2, experts="whole"),
