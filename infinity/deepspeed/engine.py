@@ -11,7 +11,7 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any
@@ -31,6 +31,7 @@ from infinity.engine.no_sync import no_sync
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.optim.base import OffloadedOptimizer
 from infinity.sequences.random_ltd import RandomLTD
+from infinity.sequences.sparse_attention import SparseAttention
 from infinity.sequences.warmup import SequenceWarmup
 
 logger = logging.getLogger("infinity")
@@ -52,13 +53,15 @@ class DeepSpeedEngine(nn.Module):
         settings: Settings,
         loader: Any = None,
         warmup: SequenceWarmup | None = None,
-        random_ltd: RandomLTD | None = None,
+        changes: Sequence[SparseAttention | RandomLTD] = (),
     ) -> None:
         """Train `model`, built in Init, with `optimizer` and `scheduler`, from `loader`; warmup: what in it
-        decides the lengths of sequences; random_ltd: what lets layers of the model leave tokens out.
+        decides the lengths of sequences; changes: what initialize did to the model, which destroy() undoes.
         """
         super().__init__()
-        self.warmup, self.random_ltd = warmup, random_ltd
+        self.warmup = warmup
+        self.random_ltd = next((one for one in changes if isinstance(one, RandomLTD)), None)
+        self._changes = list(changes)
         self.module = model
         self.optimizer = optimizer
         self.lr_scheduler = scheduler
@@ -344,9 +347,13 @@ class DeepSpeedEngine(nn.Module):
         self.warmup.set_function(function)
 
     def destroy(self) -> None:
-        """Drop the optimizer and the schedule. Memory and files are freed with the model."""
+        """Drop the optimizer and the schedule, and give the model its own layers and attention. Memory and
+        files are freed with the model.
+        """
         if self._gradients is not None:
             self._gradients.close()
+        while self._changes:
+            self._changes.pop().remove()
         self.optimizer = self.lr_scheduler = self.training_dataloader = self._gradients = None
 
     # Checkpoints

@@ -94,16 +94,13 @@ def initialize(
     if settings.dump:
         logger.info("%s", settings.report)
     _take_in(model, settings)
-    if settings.sparsity is not None:
-        SparseAttention(model, settings.sparsity.mode, **settings.sparsity.options)
-    routing = _routing(model, settings)
     ours, replaced = _optimizer(model, optimizer, model_parameters, settings)
     scheduler = _scheduler(lr_scheduler, ours, replaced, settings)
     loader, warmup = _loader(training_data, collate_fn, settings, model)
     if settings.batches.steps > 1:
         _tell_of_accumulation(model, settings.batches.steps)
-    engine = DeepSpeedEngine(model, ours, scheduler, settings, loader, warmup, routing)
-    return engine, ours, loader, scheduler
+    changes = _changes(model, settings)
+    return DeepSpeedEngine(model, ours, scheduler, settings, loader, warmup, changes), ours, loader, scheduler
 
 
 def _tell_of_accumulation(model: nn.Module, steps: int) -> None:
@@ -140,6 +137,20 @@ def _take_in(model: nn.Module, settings: Settings) -> None:
             f"the model was built in Init with nvme={found or None}, but the configuration says {wanted}; "
             "give Init the same configuration"
         )
+
+
+def _changes(model: nn.Module, settings: Settings) -> list[SparseAttention | RandomLTD]:
+    """Change the model as the configuration says: both, or, with an error, neither."""
+    changes: list[SparseAttention | RandomLTD] = []
+    if settings.sparsity is not None:
+        changes.append(SparseAttention(model, settings.sparsity.mode, **settings.sparsity.options))
+    try:
+        routing = _routing(model, settings)
+    except BaseException:
+        for one in changes:
+            one.remove()
+        raise
+    return changes if routing is None else [*changes, routing]
 
 
 def _routing(model: nn.Module, settings: Settings) -> RandomLTD | None:

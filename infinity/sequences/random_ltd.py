@@ -12,6 +12,7 @@ draws none.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -48,9 +49,10 @@ class RandomLTD:
     other arguments of the blocks have, as {"bias": "b.t"}: b rows, t tokens, . others; "" for none of these.
 
     Call step() after each step of the optimizer. Where `longest` is as long as the rows, a layer that keeps
-    all is the layer itself, bit for bit. In eval mode, and while generating, all tokens are kept. Masks,
-    positions and their embeddings are those of the tokens that are kept. What is drawn comes from torch's
-    generator of the CPU, as dropout's masks do on a CPU: seed it, by rank where ranks have other data.
+    all is the layer itself, bit for bit. In eval mode, and while generating with a cache, all tokens are
+    kept. Masks, positions and their embeddings are those of the tokens that are kept. What is drawn comes
+    from torch's generator of the CPU, as dropout's masks do on a CPU: seed it, by rank where ranks have other
+    data.
 
     Raises: ConfigError for numbers that do not fit; UnsupportedError for a model without blocks, blocks that
     run in slices or leave tokens out already, flash or flex attention, and sequences that ranks divide.
@@ -205,6 +207,17 @@ class RoutedBlock:
         self._number = next((one.layer_idx for one in block.modules() if hasattr(one, "layer_idx")), None)
         """The layer's in a cache of keys and values."""
         self._check_attention()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RoutedBlock:
+        """Return one for the copy of the block, which is being made."""
+        twin = memo.get(id(self._block()))
+        if twin is None:
+            raise UnsupportedError(f"the forward of a {self._kind} was copied without it; copy the module")
+        copied = copy.copy(self)
+        own, config = copy.deepcopy((self.own, self._config), memo)
+        vars(copied).update(_block=weakref.ref(twin), own=own, _config=config)
+        _routed.add(twin)
+        return copied
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block on the tokens that it keeps, and put them among the others."""

@@ -517,9 +517,15 @@ def test_layers_leave_out_tokens_by_the_updates_so_far(folder):
     again, _, _, _ = infinity.deepspeed.initialize(model=llama(config, seed=1), config=config)
     again.load_checkpoint(folder / "saved")
     assert train(again, 2) == [12, 12, 16, 16]
-    wrong = configuration(folder, data_efficiency=routing(total_layer_num=24))
+    again.destroy()
+    assert all("forward" not in block.__dict__ for block in again.module.model.layers)
+    wrong = configuration(
+        folder, data_efficiency=routing(total_layer_num=24), sparse_attention={"mode": "fixed"}
+    )
+    model = llama(wrong)
     with pytest.raises(infinity.ConfigError, match=r"total_layer_num=24, but LlamaForCausalLM has 3 layers"):
-        infinity.deepspeed.initialize(model=llama(wrong), config=wrong)
+        infinity.deepspeed.initialize(model=model, config=wrong)
+    assert model.config._attn_implementation == "sdpa"  # the other change was undone
 
 
 def test_attention_is_sparse_where_the_configuration_says_so(folder):

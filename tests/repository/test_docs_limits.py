@@ -286,8 +286,8 @@ TRIED = {
         partial(leaving_tokens_out, lambda model: model.set_attn_implementation("flex_attention")),
         partial(leaving_tokens_out, lambda model: infinity.sequence_parallel(model, 1)),
     ],
-    "`SparseAttention` of encoder-decoders, with eager or flash attention, of sequences that ranks share, and "
-    "with a mask of queries and keys": [
+    "`SparseAttention` of encoder-decoders, with eager or flash attention, of sequences that ranks share, "
+    "and with a mask of queries and keys": [
         lambda lab: infinity.SparseAttention(lab.build(t5)),
         lambda lab: infinity.SparseAttention(lab.build(eager)),
         lambda lab: infinity.SparseAttention(lab.build(eager), implementation="flash_attention_2"),

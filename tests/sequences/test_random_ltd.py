@@ -265,7 +265,9 @@ def test_blocks_in_slices_and_micro_batches_that_share_a_fetch_leave_tokens_out_
         optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
         ltd = routed(model)
         change(model, optimizer)
-        return losses_of(model, optimizer, ltd, accumulate=1)
+        losses = losses_of(model, optimizer, ltd, accumulate=1)
+        assert (ltd.computed, ltd.left_out) == (2 * 2 * (4 + 8 + 12 + 16), 2 * 2 * (12 + 8 + 4))
+        return losses
 
     plain = trained(lambda *_: None)
     assert trained(lambda model, _: tiling.tile_batch_(model, 2)) == plain  # one slice, drawn in one order
@@ -382,8 +384,13 @@ def test_removing_it_gives_the_model_back_also_below_what_came_later():
     ltd.remove()
     assert torch.equal(model(input_ids=ids).logits, before)
     assert all("forward" not in block.__dict__ for block in model.model.layers)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.zero_()
+    assert torch.equal(twin.eval()(input_ids=ids).logits, before)  # with weights of its own
     torch.manual_seed(3)
-    assert not torch.equal(twin(input_ids=ids).logits, before)  # a copy keeps leaving tokens out
+    assert not torch.equal(twin.train()(input_ids=ids).logits, before)  # a copy keeps leaving tokens out
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.copy_(twin.model.layers[1].mlp.down_proj.weight)
     ltd = routed(model)
     tiling.tile_batch_(model, 1)
     ltd.remove()
