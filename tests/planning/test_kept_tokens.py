@@ -1,4 +1,7 @@
-"""random-LTD's schedule. Trusted: the numbers written here, worked out from DeepSpeed's formula by hand."""
+"""random-LTD's schedule. Trusted: numbers worked out by hand, and DeepSpeed's scheduler, written down anew."""
+
+import itertools
+import math
 
 import pytest
 
@@ -36,3 +39,23 @@ def test_numbers_that_do_not_fit_are_refused(changes, says):
     with pytest.raises(ConfigError) as error:
         TokenSchedule(**{"shortest": 128, "longest": 256, "steps": 10, "multiple": 16, **changes})
     assert says in str(error.value)
+
+
+def stateful(shortest, longest, steps, multiple):
+    """Yield the tokens of each step as DeepSpeed's scheduler does, which keeps the ones of the step before."""
+    tokens = shortest
+    for step in itertools.count():
+        if tokens < longest:
+            tokens = math.floor((float(step) / steps) ** (1.0 / 1) * (longest - shortest) + shortest)
+            tokens = min(tokens - tokens % multiple, longest)
+        yield tokens
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [(128, 2048, 2000, 16), (100, 1000, 777, 7), (64, 64, 10, 64), (5, 99, 3, 4), (1, 1024, 9999, 1)],
+)
+def test_each_of_10_000_steps_has_the_tokens_of_deepspeeds_scheduler(numbers):
+    schedule = TokenSchedule(**dict(zip(("shortest", "longest", "steps", "multiple"), numbers, strict=True)))
+    expected = itertools.islice(stateful(*numbers), 10_000)
+    assert [schedule.after(step) for step in range(10_000)] == list(expected)
