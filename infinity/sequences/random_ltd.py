@@ -87,9 +87,10 @@ class RandomLTD:
                 "own part; leave sequence_parallel out"
             )
         chosen = _chosen(model, layers)
-        self._blocks = [weakref.ref(one) for one in chosen]
-        for block, replaced in [(one, RoutedBlock(self, one)) for one in chosen]:  # all, or an error and none
-            block.forward = replaced
+        replaced = [RoutedBlock(self, one) for one in chosen]  # all, or an error and none
+        self._replaced = [weakref.ref(one) for one in replaced]
+        for block, forward in zip(chosen, replaced, strict=True):
+            block.forward = forward
             _routed.add(block)
 
     def __deepcopy__(self, memo: object) -> RandomLTD:
@@ -120,11 +121,11 @@ class RandomLTD:
 
     def remove(self) -> None:
         """Give the blocks their own forward back; a second call does nothing."""
-        for reference in self._blocks:
-            block = reference()
-            if block is not None:
-                _restore(block)
-        self._blocks = []
+        for reference in self._replaced:
+            replaced = reference()
+            if replaced is not None:
+                replaced.undo()
+        self._replaced = []
 
     def choose(self, hidden: torch.Tensor, kind: str, *, training: bool) -> tuple[KeptTokens | None, str]:
         """Return the tokens that a call of a block keeps, None for all; and the layout of `hidden`.
@@ -207,6 +208,18 @@ class RoutedBlock:
         self._number = next((one.layer_idx for one in block.modules() if hasattr(one, "layer_idx")), None)
         """The layer's in a cache of keys and values."""
         self._check_attention()
+
+    def undo(self) -> None:
+        """Give the block its own forward back; where that is not on top, let all tokens through."""
+        self.active = False
+        block = self._block()
+        if block is None:
+            return
+        _routed.discard(block)
+        if block.__dict__.get("forward") is self:
+            del block.forward
+            if self.own is not None:
+                block.forward = self.own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RoutedBlock:
         """Return one for the copy of the block, which is being made."""
@@ -311,22 +324,6 @@ def _chosen(model: nn.Module, layers: Iterable[int] | None) -> list[nn.Module]:
                 "(tile_batch_, accumulate_by_block)"
             )
     return [blocks[number] for number in numbers]
-
-
-def _restore(block: nn.Module) -> None:
-    """Give a block its own forward back; where something else replaced that since, let all tokens through."""
-    _routed.discard(block)
-    found: Any = block.__dict__.get("forward")
-    routed = found
-    while routed is not None and not isinstance(routed, RoutedBlock):
-        routed = getattr(routed, "forward", None)
-    if routed is None:
-        return
-    routed.active = False
-    if routed is found:
-        del block.forward
-        if routed.own is not None:
-            block.forward = routed.own
 
 
 def _names(kind: type[nn.Module]) -> list[str]:

@@ -1,4 +1,4 @@
-"""random-LTD's schedule. Trusted: numbers worked out by hand, and DeepSpeed's scheduler, written down anew."""
+"""random-LTD's schedule. Trusted: numbers worked out by hand; DeepSpeed's scheduler, written down anew."""
 
 import itertools
 import math
@@ -42,7 +42,7 @@ def test_numbers_that_do_not_fit_are_refused(changes, says):
 
 
 def stateful(shortest, longest, steps, multiple):
-    """Yield the tokens of each step as DeepSpeed's scheduler does, which keeps the ones of the step before."""
+    """Yield the tokens of each step as DeepSpeed's scheduler does, which knows those of the step before."""
     tokens = shortest
     for step in itertools.count():
         if tokens < longest:

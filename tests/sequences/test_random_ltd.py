@@ -149,7 +149,7 @@ def test_an_offloaded_model_trains_with_the_bits_of_the_same_layers_in_memory(
     losses, plain, reference = expected(name)
     assert losses_of(model, optimizer, ltd) == losses
     models.assert_same_state(model, optimizer, plain, reference)
-    assert ltd.left_out == 4 * (12 + 8 + 4) * len(ltd._blocks)
+    assert ltd.left_out == 4 * (12 + 8 + 4) * len(LAYERS[name] or [1])
     engine_of_model(model).close()
 
 
@@ -395,6 +395,18 @@ def test_removing_it_gives_the_model_back_also_below_what_came_later():
     tiling.tile_batch_(model, 1)
     ltd.remove()
     assert torch.allclose(model(input_ids=ids).logits, before, atol=1e-5)
+
+
+def test_removing_it_from_below_a_budget_of_activations_lets_all_tokens_through():
+    with infinity.Init(host_memory="64MiB", activation_memory="1MiB"):
+        model = llama()
+        ltd = routed(model)  # what decides on activations comes on top of it
+    for left_out in (48, 48):
+        model(input_ids=models.batch(0)).logits.float().sum().backward()
+        assert ltd.left_out == left_out
+        ltd.remove()
+    assert routed(model).kept == 4
+    engine_of_model(model).close()
 
 
 def test_a_durable_run_goes_on_with_the_schedule_where_it_was(folder):
