@@ -226,11 +226,18 @@ class RoutedBlock:
         twin = memo.get(id(self._block()))
         if twin is None:
             raise UnsupportedError(f"the forward of a {self._kind} was copied without it; copy the module")
-        copied = copy.copy(self)
+        copied = object.__new__(RoutedBlock)
         own, config = copy.deepcopy((self.own, self._config), memo)
-        vars(copied).update(_block=weakref.ref(twin), own=own, _config=config)
+        vars(copied).update({**vars(self), "_block": weakref.ref(twin), "own": own, "_config": config})
         _routed.add(twin)
         return copied
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse to be pickled with the block."""
+        raise UnsupportedError(
+            "a model whose layers leave tokens out cannot be pickled: save model.state_dict(), which is that "
+            "of the layers alone, or call remove() of its RandomLTD first"
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block on the tokens that it keeps, and put them among the others."""

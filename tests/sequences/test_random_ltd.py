@@ -4,6 +4,7 @@ infinity.reference, and planning.kept_tokens, which is tested for itself.
 
 import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -380,6 +381,8 @@ def test_removing_it_gives_the_model_back_also_below_what_came_later():
     before, ids = model(input_ids=models.batch(0)).logits, models.batch(0)
     ltd = routed(model)
     twin = copy.deepcopy(model)
+    with pytest.raises(UnsupportedError, match="cannot be pickled"):
+        pickle.dumps(model)
     ltd.remove()
     ltd.remove()
     assert torch.equal(model(input_ids=ids).logits, before)
