@@ -43,7 +43,7 @@ class Partition:
         self._expert_ranks = expert_ranks
 
         def opened(name: str, of: Ranks) -> CollectiveLane:
-            return CollectiveLane(name, of.channel(), lane, device, timeline)
+            return CollectiveLane(name, of.channel(foresees=of is ranks), lane, device, timeline)
 
         self._gathers, self._reduces = opened("gather", ranks), opened("reduce", ranks)
         self._gathers_of_experts, self._reduces_of_experts = self._gathers, self._reduces
@@ -109,7 +109,12 @@ class Partition:
         """See residency.Assembler. The error names the first use that differs, and what each rank has."""
         if self._digest[0] is not plan:
             self._digest = plan, xxhash.xxh3_64_intdigest(str(plan).encode()) >> 1
-        if self.ranks.same(self._digest[1], "compare plans"):
+        lanes = (self._gathers, self._reduces)  # which experts a step fetches its data decide
+        rows = self.ranks.of_all([self._digest[1], *(one.chain >> 1 for one in lanes)], "compare plans")
+        if all(row[0] == rows[0][0] for row in rows):
+            queued_the_same = all(row == rows[0] for row in rows)
+            for one in lanes:
+                one.begin_step(self._digest[1] if queued_the_same else None)
             return
         uses = [f"{one.use.phase.name.lower()} {self._units[one.use.unit].name}" for one in plan.steps]
         longest = max(-self.ranks.least(-len(uses), "compare plans"), 1)
@@ -125,6 +130,11 @@ class Partition:
         if self._expert_ranks is not None:
             moved["tokens"] = self._expert_ranks.nbytes
         return moved
+
+    @property
+    def collectives(self) -> dict[str, int]:
+        """Collectives, by kind, and agreements before them; see Stats."""
+        return dict(sum((one.counts for one in self._lanes), Counter[str]()))
 
     def settle(self) -> None:
         """End the lanes of collectives, while everything that they use is still there."""

@@ -109,6 +109,10 @@ class Stats:
     "reduce", parameters to "read" by state_dict and the like, matrices of Muon's to "orthogonalize"; and,
     with expert_parallel, of "tokens" that this rank has sent to experts and back.
     """
+    collectives: dict[str, int] = field(default_factory=dict, metadata=_TOTAL)
+    """Collectives of the ranks, by the kinds of `exchanged_nbytes`; and, as "agree", how often they had to
+    agree on the next one, which was not foreseen.
+    """
     placement_revisions: int = field(default=0, metadata=_TOTAL)
     """How often it was decided anew which fields lie in host memory, and something moved."""
     placement_reason: str = ""
@@ -219,6 +223,8 @@ class Stats:
         if self.ranks > 1:
             exchanged = (f"{kind} {format_size(nbytes)}" for kind, nbytes in self.exchanged_nbytes.items())
             rows.append(("ranks exchanged", ", ".join(exchanged)))
+            counted = (f"{kind} {number:,}" for kind, number in self.collectives.items())
+            rows.append(("collectives", ", ".join(counted)))
         if self.predicted_step_s is not None:
             rows.append(("predicted step", f"{self.predicted_step_s:.2f} s"))
         rows.append(("more", ".units, .frequency, .plan, .since(earlier); dataclasses.asdict(...)"))
@@ -379,6 +385,7 @@ def stats(model: nn.Module) -> Stats:
         rank=engine.ranks.rank,
         ranks=engine.ranks.size,
         exchanged_nbytes=engine.partition.nbytes if engine.partition is not None else {},
+        collectives=engine.partition.collectives if engine.partition is not None else {},
         placement_revisions=engine.pins.revisions if engine.pins is not None else 0,
         placement_reason=engine.pins.reason if engine.pins is not None else "",
         device_budget_nbytes=ledger.limit_nbytes if ledger is not None else 0,

@@ -13,14 +13,17 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+import xxhash
 
 from infinity.device.device import Device
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Lease
 from infinity.planning.queue import Job
+from infinity.ranks.agreed import AgreedOrder, Agreement
 from infinity.ranks.group import Channel
 from infinity.records.weights import ACCUMULATE, NARROW, WIDEN
 from infinity.timeline import Timeline
@@ -56,6 +59,13 @@ class Collective(Job, ABC):
         """Move the bytes. Called on the lane's thread."""
 
 
+@dataclass(frozen=True)
+class _Beginning:
+    """Stands in the queue where a step begins. plan: see AgreedOrder.begin."""
+
+    plan: int | None
+
+
 class CollectiveLane:
     """Runs collectives in the order in which they come, on a thread of its own."""
 
@@ -65,12 +75,17 @@ class CollectiveLane:
         """Start the thread; `lane` is told of failures, and its failure is this one's."""
         self.nbytes: Counter[str] = Counter()
         """Bytes exchanged, or about to be, by kind of collective."""
+        self.counts: Counter[str] = Counter()
+        """Collectives, by kind; and agreements before them, as "agree"."""
+        self.chain = 0
+        """A hash of all that was queued, in its order."""
+        self._order = AgreedOrder()
         self._name = name
         self._device = device
         self._channel = channel
         self._lane = lane
         self._timeline = timeline
-        self._queue: deque[Collective] = deque()
+        self._queue: deque[Collective | _Beginning] = deque()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"infinity-{name}", daemon=True)
         self._thread.start()
@@ -80,6 +95,14 @@ class CollectiveLane:
         with self._lane.lock:
             self._queue.append(job)
             self.nbytes[job.kind] += job.nbytes
+            self.counts[job.kind] += 1
+            self.chain = xxhash.xxh3_64_intdigest(job.what.encode(), self.chain)
+            self._lane.changed.notify_all()
+
+    def begin_step(self, plan: int | None) -> None:
+        """Note that a step begins behind what was queued; see AgreedOrder.begin."""
+        with self._lane.lock:
+            self._queue.append(_Beginning(plan))
             self._lane.changed.notify_all()
 
     def _run(self) -> None:
@@ -98,8 +121,12 @@ class CollectiveLane:
         """Return the next collective; None when it is time to stop."""
         with self._lane.lock:
             while self._lane.failure is None:
-                if self._queue:
-                    return self._queue.popleft()
+                while self._queue:
+                    first = self._queue.popleft()
+                    if isinstance(first, Collective):
+                        return first
+                    if self._channel.foresees:
+                        self._order.begin(first.plan)
                 if self._stopping:
                     return None
                 self._lane.changed.wait(0.5)
@@ -112,13 +139,25 @@ class CollectiveLane:
             return False
         job.ready()
         began_s = time.perf_counter()
-        self._channel.agree(job.what)
-        job.run(self._channel)
+        self._exchange(job)
         self._timeline.span(self._name, job.what, began_s, time.perf_counter(), job.nbytes)
         with self._lane.lock:
             job.end()
             self._lane.changed.notify_all()
         return True
+
+    def _exchange(self, job: Collective) -> None:
+        agreement, place = self._order.come(job.what), self._order.place
+        if agreement is Agreement.FORESEEN:
+            with self._channel.foreseen(job.what, place):
+                job.run(self._channel)
+            return
+        self.counts["agree"] += 1
+        if agreement is Agreement.ASK_ALOUD:
+            self._channel.agree_aloud(job.what, place)
+        else:
+            self._channel.agree(job.what)
+        job.run(self._channel)
 
     def close(self) -> None:
         """Stop after the collectives that are queued: other ranks may wait for them. They end soon, as those

@@ -3,9 +3,10 @@
 [Note: one order]
 Every rank has to call the same collectives in the same order. So each *channel* has groups of its own and is
 used by one thread, and its collectives are decided by the thread that computes, whose steps are the same on
-every rank. Before data moves, the ranks compare what they are about to move: ranks that disagree (because
-their models took different paths through the forward) get an error that names both operations. Plain
-collectives would hang, or mix two weights of the same size.
+every rank. Before data moves, the ranks have compared what they are about to move: ranks that disagree
+(because their models took different paths through the forward) get an error that names both operations. Plain
+collectives would hang, or mix two weights of the same size. What a step repeats of an earlier one they
+compare once, when it begins: see agreed.
 
 [Note: names]
 A group is named by its members, and by how many engines they have built before. Torch names a group by a
@@ -60,7 +61,6 @@ class _Rank(logging.Filter):
 
 logger.addFilter(_Rank())
 
-_TEXT_NBYTES = 256
 _GRACE_S = 5.0
 """Seconds that a rank gives the others to post why they failed."""
 _engines: Counter[str] = Counter()
@@ -71,19 +71,33 @@ class Channel:
     """Collectives of one thread, in one order; see [Note: one order]."""
 
     def __init__(
-        self, ranks: Ranks, name: str, backend: str, timeout_s: float, *, tells: bool = True
+        self,
+        ranks: Ranks,
+        name: str,
+        backend: str,
+        timeout_s: float,
+        *,
+        tells: bool = True,
+        foresees: bool = False,
     ) -> None:
         """Connect the ranks under `name`, for data over `backend`. All ranks call this.
 
-        tells: whether long waits are logged; see waiting.
+        tells: whether long waits are logged; see waiting. foresees: whether it is used by what repeats; see
+        agreed. Over NCCL all is agreed on: its wait for a rank that does not come neither ends nor names it.
         """
         self.ranks = ranks
         self._timeout_s = timeout_s
-        self._data = self._control = new_group(f"{name} {backend}", ranks, backend, timeout_s)
+        self._data = self._host = self._control = new_group(f"{name} {backend}", ranks, backend, timeout_s)
+        self.foresees = foresees and backend == "gloo"
+        """Whether collectives may be `foreseen`."""
         if backend != "gloo":
-            self._control = new_group(f"{name} gloo", ranks, "gloo", timeout_s)
+            self._host = self._control = new_group(f"{name} gloo", ranks, "gloo", timeout_s)
+        elif foresees:
+            self._control = new_group(f"{name} agreement", ranks, "gloo", timeout_s)
         self._sequence = 0
         self._tells = tells
+        self._said = f"{name} asks at"
+        self._listen: Callable[[], None] | None = None
 
     def agree(self, what: str) -> None:
         """Return when every rank is about to do `what`.
@@ -97,9 +111,40 @@ class Channel:
         ):
             raise self._different(what)
 
+    def agree_aloud(self, what: str, place: int) -> None:
+        """Like `agree`, where other ranks may wait in what was foreseen as the collective number `place`."""
+        store().set(self._said, str(place))
+        self.agree(what)
+
+    @contextlib.contextmanager
+    def foreseen(self, what: str, place: int) -> Iterator[None]:
+        """Do in the `with` what all ranks have foreseen as the collective number `place`. It comes to an
+        agreement after all if another rank says that it does something else.
+
+        Raises: RanksError as `agree` does.
+        """
+        self._listen = partial(self._come_to_agree, what, place)
+        try:
+            yield
+        finally:
+            self._listen = None
+
+    def _come_to_agree(self, what: str, place: int) -> None:
+        meeting = store()
+        if not meeting.check([self._said]) or int(meeting.get(self._said)) != place:
+            return
+        self._listen = None
+        try:
+            self.agree(what)
+        except RanksError:
+            with contextlib.suppress(Exception):  # nobody will end what was begun
+                self._data.abort()
+            raise
+
     def _different(self, what: str) -> RanksError:
-        text = what.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES)
-        rows = self.rows(torch.frombuffer(bytearray(text), dtype=torch.uint8), what)
+        text = what.encode()
+        most = max(row[0] for row in self.integers([len(text)], what))
+        rows = self.rows(torch.frombuffer(bytearray(text.ljust(most)), dtype=torch.uint8), what)
         doing = "; ".join(f"rank {rank}: {bytes(row).decode().strip()}" for rank, row in enumerate(rows))
         return RanksError(
             f"the ranks are about to do different things: {doing}. Likely cause: their forwards take "
@@ -115,7 +160,7 @@ class Channel:
     def rows(self, mine: torch.Tensor, what: str) -> list[list[Any]]:
         """Return every rank's numbers; all ranks give the same number of them, of the same dtype."""
         rows = torch.empty(self.ranks.size * mine.numel(), dtype=mine.dtype, device="cpu")
-        self.gather(rows, mine, what)
+        self._do(what, self._control, partial(all_gather, rows, mine))
         whole: list[list[Any]] = rows.view(self.ranks.size, -1).tolist()
         return whole
 
@@ -129,7 +174,7 @@ class Channel:
         self._do(what, self._over(values), partial(dist.broadcast, values, source))
 
     def _over(self, values: torch.Tensor) -> Any:
-        return self._control if values.device.type == "cpu" else self._data  # host memory goes over gloo
+        return self._host if values.device.type == "cpu" else self._data  # host memory goes over gloo
 
     def exchange(
         self,
@@ -144,21 +189,24 @@ class Channel:
         self._do(what, self._data, partial(dist.all_to_all_single, received, sent, *(rows or ())))
 
     def _do(self, what: str, group: Any, collective: Callable[..., Any]) -> None:
-        on_host = group is self._control and self._tells
+        on_host = (group is self._host or group is self._control) and self._tells
+        listen = self._listen if group is not self._control else None
         began = time.perf_counter()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renamed them
                 work = collective(group=group, async_op=on_host)
             if on_host:
-                self.ranks.waiting.until(work, what)
+                self.ranks.waiting.until(work, what, listen)
+        except RanksError:
+            raise
         except RuntimeError as error:
             raise self.ranks.broken(what, time.perf_counter() - began, self._timeout_s, error) from error
 
     def close(self) -> None:
         """Close the connections."""
         with contextlib.suppress(Exception):  # the world may be gone
-            for group in {id(one): one for one in (self._data, self._control)}.values():
+            for group in {id(one): one for one in (self._data, self._host, self._control)}.values():
                 dist.destroy_process_group(group)
 
 
@@ -168,6 +216,7 @@ class OwnChannel(Channel):
     def __init__(self, ranks: Ranks) -> None:
         """Connect nothing."""
         self.ranks = ranks
+        self.foresees = False
 
     def agree(self, what: str) -> None:
         """There is nobody to agree with."""
@@ -223,12 +272,12 @@ class Ranks:
         near = self._neighbours()
         self.local_rank, self.local_size = near.index(rank), len(near)  # on this machine
 
-    def channel(self, *, tells: bool = True) -> Channel:
-        """Open another channel. All ranks do so, in the same order. tells: see Channel."""
+    def channel(self, *, tells: bool = True, foresees: bool = False) -> Channel:
+        """Open another channel. All ranks do so, in the same order. tells, foresees: see Channel."""
         if self.size == 1:
             return OwnChannel(self)
         name = f"{self._key} channel {len(self._channels)}"
-        channel = Channel(self, name, self._backend, self._timeout_s, tells=tells)
+        channel = Channel(self, name, self._backend, self._timeout_s, tells=tells, foresees=foresees)
         self._channels.append(channel)
         return channel
 

@@ -27,6 +27,8 @@ TELLS_S = 2.0
 """Seconds after which a wait is posted."""
 LOOKS_S = 5.0
 """Seconds after which a waiting rank looks for the late ones."""
+LISTENS_S = 0.1
+"""Seconds from one look to the next whether other ranks do something else; see agreed."""
 _APART_S = 60.0
 """Seconds from one warning to the next: several threads may wait for the same rank."""
 
@@ -42,18 +44,19 @@ class Waiting:
         self._waits: list[str] = []
         self._alone: list[str] = []
 
-    def until(self, work: Any, what: str) -> None:
-        """Wait for a collective over gloo.
+    def until(self, work: Any, what: str, listen: Callable[[], None] | None = None) -> None:
+        """Wait for a collective over gloo. listen: called again and again meanwhile; its error ends the wait.
 
         Raises: its error.
         """
-        if _done_within(work, TELLS_S):
+        if _done_within(work, TELLS_S, listen):
             return
         with self._posted(self._waits, what):
-            if _done_within(work, LOOKS_S - TELLS_S):
+            if _done_within(work, LOOKS_S - TELLS_S, listen):
                 return
             self._look(what)
-            work.wait()
+            while not _done_within(work, _APART_S, listen):  # its own timeout ends it
+                pass
 
     @contextlib.contextmanager
     def alone(self, what: str) -> Iterator[None]:
@@ -108,16 +111,30 @@ class Waiting:
         return [line for line in text.split("\n") if line]
 
 
-def _done_within(work: Any, seconds: float) -> bool:
-    """Wait for a collective for some seconds; return whether it is done.
+def _done_within(work: Any, seconds: float, listen: Callable[[], None] | None) -> bool:
+    """Wait for a collective for some seconds; return whether it is done. listen: see Waiting.until.
 
     Raises: its error.
     """
+    if listen is None:
+        return _done(work, seconds)
+    until = time.monotonic() + seconds
+    while not _done(work, LISTENS_S):
+        listen()
+        if time.monotonic() > until:
+            return False
+    return True
+
+
+def _done(work: Any, seconds: float) -> bool:
     began = time.monotonic()
     try:
         work.wait(timedelta(seconds=seconds))
     except RuntimeError:
-        if work.is_completed() or time.monotonic() - began < seconds / 2:  # it failed
+        if work.is_completed():  # since then, or it failed
+            work.wait()
+            return True
+        if time.monotonic() - began < seconds / 2:  # it failed
             raise
         return False
     return True

@@ -27,6 +27,7 @@ GROWING = {
     "lane_s",
     "passes",
     "exchanged_nbytes",
+    "collectives",
     "placement_revisions",
     "rounds",
     "uploaded_nbytes",
@@ -145,6 +146,7 @@ def test_printed_it_says_what_moved_and_what_was_waited_for():
         stalls_s={"read": 1.0, "slot": 2.5},
         lane_s={"read_wait": 4.0},
         exchanged_nbytes={"gather": 2048},
+        collectives={"gather": 1000, "agree": 2},
         placement_reason="because " * 100,
     )
     said = dict(now.rows())
@@ -153,9 +155,10 @@ def test_printed_it_says_what_moved_and_what_was_waited_for():
     assert said["computing waited"] == "3.5 s: slot 2.5 s, read 1.0 s"
     assert said["record lane"] == "read wait 4.0 s"
     assert said["ranks exchanged"] == "gather 2.0 KiB"
+    assert said["collectives"] == "gather 1,000, agree 2"
     assert len(said["placement"]) <= 100
     assert said["activations"] == "kept 1"
-    assert len(str(now).splitlines()) == 13
+    assert len(str(now).splitlines()) == 14
 
 
 def test_a_notebook_shows_a_table_of_the_same_rows():

@@ -33,6 +33,7 @@ from infinity.cli.presets import PRESETS, Preset, llama
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import recipe as reference
+from ranks_buckets import BUCKETS
 from ranks_chosen import CHOSEN
 from ranks_layers import (
     alone,
@@ -515,6 +516,7 @@ CASES = {
     "partitioned": lambda: partitioned(host_memory="64MiB"),
     "partitioned nvme": lambda: partitioned(offload_activations="nvme", **NVME),
     **CHOSEN,
+    **BUCKETS,
     **muon_cases(build_reference),
     "different ways": different_ways,
     "alone": alone,
@@ -541,7 +543,7 @@ CASES = {
 }
 
 
-LAST = {"different ways", "alone", "failing", "gathered differently"}
+LAST = {"different ways", "leaving", "killed", "alone", "failing", "gathered differently"}
 """After these the ranks cannot go on together: each has processes of its own, forked from the others."""
 
 

@@ -1,0 +1,111 @@
+"""What ranks do in the tests of how many collectives they need, and of leaving what was foreseen."""
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import infinity
+import models
+import parity
+from infinity.engine.engine import engine_of_model
+
+TWELVE = {**models.SIZES, "num_hidden_layers": 12}
+
+
+def twelve_layers(**settings):
+    """Return a Llama of twelve layers, and its optimizer."""
+    torch.manual_seed(0)
+    with infinity.Init(host_memory="128MiB", **settings):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TWELVE))
+    return model, infinity.AdamW(model.parameters(), lr=1e-3)
+
+
+def step(model, optimizer, number):
+    """Train one step on this rank's batch; return its loss."""
+    ids = models.batch(1000 * dist.get_rank() + number)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def counted(**settings):
+    """Return what a step exchanges once steps repeat, by kind."""
+    model, optimizer = twelve_layers(**settings)
+    for number in range(4):
+        step(model, optimizer, number)
+    engine_of_model(model).lane.drain()
+    before = infinity.stats(model)
+    for number in range(4, 6):
+        step(model, optimizer, number)
+    model.state_dict()  # all that was queued is over
+    done = infinity.stats(model).since(before)
+    return {"collectives": done.collectives, "bytes": done.exchanged_nbytes, "units": len(done.units)}
+
+
+def layers(number=4, width=64, **settings):
+    """Return some layers, of which a forward may leave any out, and their optimizer."""
+    with infinity.Init(host_memory="64MiB", **settings):
+        model = torch.nn.ModuleList([torch.nn.Linear(width, width) for _ in range(number)])
+    return model, infinity.AdamW(model.parameters())
+
+
+def through(model, optimizer, order):
+    """Train one step through the layers of these numbers."""
+    inputs = torch.ones(1, model[0].in_features, dtype=torch.bfloat16)
+    for index in order:
+        inputs = model[index](inputs)
+    inputs.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def leaving(after=3):
+    """Let the last rank use another layer than the others, when the steps have repeated for a while."""
+    model, optimizer = layers(timeout_s=20)
+    parity.nothing_waits(model)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for number in range(after + 2):
+        through(model, optimizer, (0, 2, 3) if last and number == after else (0, 1, 3))
+    return {"went through": True}
+
+
+def leaving_together():
+    """Let all ranks leave what was foreseen, as an evaluation, a longer step and state_dict() do."""
+    model, optimizer = layers()
+    agreed = []
+    for order in [(0, 1, 3)] * 4 + [(3, 1, 0)] + [(0, 1, 3)] * 3 + [(0, 1, 2, 3)] * 4 + [(0,)] * 4:
+        before = infinity.stats(model)
+        through(model, optimizer, order)
+        weights = model.state_dict() if len(agreed) == 1 else None
+        if len(agreed) == 2:
+            with torch.no_grad():
+                model[2](torch.ones(1, 64, dtype=torch.bfloat16))
+        engine_of_model(model).lane.drain()
+        agreed.append(infinity.stats(model).since(before).collectives.get("agree", 0))
+    weights = {name: one.tolist() for name, one in model.state_dict().items()}
+    return {"agreed": agreed, "weights": weights}
+
+
+def killed(after=3):
+    """Let the last rank be killed when the steps have repeated for a while."""
+    model, optimizer = layers(timeout_s=30)
+    for number in range(after + 2):
+        if number == after and dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(0.3)  # the others are in what is foreseen
+            os.kill(os.getpid(), signal.SIGKILL)
+        through(model, optimizer, (0, 1, 2, 3))
+    return {"went through": True}
+
+
+BUCKETS = {
+    "counted": counted,
+    "leaving": leaving,
+    "leaving together": leaving_together,
+    "killed": killed,
+}
