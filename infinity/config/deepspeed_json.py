@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from infinity.config import curriculum, data_routing, deepspeed_frozen
+from infinity.config.buckets import bounding, bounds
 from infinity.config.data_routing import ROUTING, TokenRouting
 from infinity.config.deepspeed_keys import (
     ALIASES,
@@ -387,6 +388,8 @@ def _settle(found: Mapping[str, Any], lines: Lines, ranks: int) -> None:
     _settle_optimizer(found, lines)
     _settle_offload(found, lines, ranks)
     _settle_efficiency(found, lines)
+    for path in bounding(found):
+        lines[path] = replace(lines[path], verdict=Verdict.HONOURED)
     for path, says in deepspeed_frozen.misfits(found):
         _say(lines, path, found.get(path), Verdict.UNSUPPORTED, says)
     if "gradient_clipping" not in found:
@@ -521,6 +524,7 @@ def _fields(
     if given.get("bf16.bf16_optimizer_states"):
         ours["state_dtype"] = "bf16"
     ours |= _shared(given)
+    ours |= bounds(given, 4 if precision == "fp32" else 2)
     if given.get("activation_checkpointing.cpu_checkpointing"):
         ours["offload_activations"] = "host"
     ours |= {**_below(given, "infinity"), **more}

@@ -49,7 +49,8 @@ _PARAM, _OPTIMIZER = _ZERO + "offload_param.", _ZERO + "offload_optimizer."
 _BUDGET = "host_memory is divided automatically"
 _PLACED = "what host_memory has left holds the fields that save the most traffic"
 _FETCH = "the plan and the budget decide what is prefetched and kept"
-_REDUCE = "there are no buckets: shards are padded once, when they are laid out"
+_REDUCE = "shards are padded once, when they are laid out"
+_BUCKET = "Config(reduce_bucket=...), of which a number here is an upper bound, in elements"
 _PINNED = "buffers are pinned where the device copies from them"
 _OVERLAP = "reads, updates and writes always overlap"
 _SUMMED = "gradients are summed in fp32"
@@ -159,7 +160,8 @@ UNNECESSARY = {
     **_all(LTD, "global_batch_size micro_batch_size", "size", "as the batches are"),
     **_all(RATES, "total_layer_tokens warmup_layer_tokens warmup_type", "anything", "its section is off"),
     LEARNING + "data_cluster_path": ("text", "rows are cut to the length of the step; nothing is indexed"),
-    **_all(_ZERO, "reduce_bucket_size allgather_bucket_size", "size", _REDUCE),
+    _ZERO + "reduce_bucket_size": ("size", _BUCKET),
+    _ZERO + "allgather_bucket_size": ("size", _REDUCE),
     **_all(
         _ZERO,
         "contiguous_gradients reduce_scatter allgather_partitions use_multi_rank_bucket_allreduce "

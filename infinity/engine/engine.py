@@ -181,6 +181,7 @@ class Engine:
             self.ranks,
             self.partition,
             deferred=self.config.stage == 1,
+            bucket_nbytes=self.config.reduce_bucket_nbytes,
         )
 
     def _open_parts(self, copies: Any) -> PartitionedBoundaries | None:

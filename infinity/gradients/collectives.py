@@ -260,7 +260,7 @@ class Spreading(Collective):
 
 
 class Reducing(Collective):
-    """A unit's gradients: every rank gets the mean over all ranks of the elements that it holds.
+    """Gradients of some units: every rank gets the mean over all ranks of the elements that it holds.
 
     The ranks exchange what they have in its own type, and each sums what it gets in fp32, in the order of
     ranks, divides once, and rounds once: so the bits depend on the number of ranks alone, not on the library
@@ -274,21 +274,22 @@ class Reducing(Collective):
         self,
         what: str,
         sent: torch.Tensor,
-        mean: torch.Tensor,
+        means: Sequence[torch.Tensor],
         allocate: Callable[[int, torch.dtype], torch.Tensor],
         lease: Lease,
         lane: StreamLane,
         device: Device,
         count: int,
     ) -> None:
-        """sent: this rank's gradients of the whole unit, 16-bit or fp32; mean: for this rank's share of the
-        mean, of the same type, in host memory; allocate: gives memory beside `sent`, for what comes; lease:
-        of the memory that it works in. count: ranks, by which the sum is divided. A gradient keeps this, and
-        so what this keeps; see gradient's note.
+        """sent: this rank's gradients of the whole units, 16-bit or fp32: first, of each unit, the share of
+        rank 0, then those of rank 1, and so on; means: for this rank's share of the mean of each unit, of the
+        same type, in host memory; allocate: gives memory beside `sent`, for what comes; lease: of the memory
+        that it works in. count: ranks, by which the sum is divided. A gradient keeps this, and so what this
+        keeps; see gradient's note.
         """
         super().__init__(f"reduce {what}", lane)
         self._sent: torch.Tensor | None = sent
-        self._mean, self._allocate = mean, allocate
+        self._means, self._allocate = means, allocate
         self._device = device
         self._lease, self._count = lease, count
         self.nbytes = sent.nbytes
@@ -301,8 +302,11 @@ class Reducing(Collective):
             channel.exchange(received, self._sent, self.what)
             self._device.leaving(self._sent)
             self._sent = None
-            _mean_of_ranks(received.view(channel.ranks.size, -1), self._mean, self._count)
-        self._sent, self._mean = None, torch.empty(0, device="cpu")
+            rows, start = received.view(channel.ranks.size, -1), 0
+            for mean in self._means:
+                _mean_of_ranks(rows[:, start : start + mean.numel()], mean, self._count)
+                start += mean.numel()
+        self._sent, self._means = None, ()
         self._lease.end()
 
 

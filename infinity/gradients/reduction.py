@@ -4,6 +4,14 @@ A unit's gradients are reduced together, when the last of them has accumulated. 
 whole, and this rank's alone. Where reducing is deferred (ZeRO stage 1, `no_sync`), they stay so, and further
 backwards add to them in fp32, until the step: one reduction for any number of backwards, for the price of
 whole gradients in memory.
+
+[Note: buckets of gradients]
+Complete units stay local, too, until there are as many bytes of them as fill a *bucket*, or the backward ends,
+or somebody asks for one of them: then all are reduced in one collective. So no pass and no thread ever waits
+for a bucket that is open, and which units share one depends on their sizes and on the order of the program
+alone, never on timing: every rank fills the same buckets. A further gradient of a unit that is in the open
+bucket closes it first, so that the bits are those of units reduced one by one. A unit whose update is applied
+in the backward is reduced by itself, at once: its values are still there to start from.
 """
 
 from __future__ import annotations
@@ -75,10 +83,13 @@ class Reduction:
         outgoing_share: OutgoingShare,
         *,
         deferred: bool,
+        bucket_nbytes: int,
     ) -> None:
         """Reduce by `reducers`, with leases of `outgoing_share` for what is on its way. deferred:
-        gradients stay local until the step, charged to `kept`.
+        gradients stay local until the step, charged to `kept`. bucket_nbytes: the most bytes of several units
+        that are reduced at once.
         """
+        self._bucket_nbytes = bucket_nbytes
         self._deferred = deferred
         self._reducers = reducers
         self._lane = lane
@@ -87,8 +98,17 @@ class Reduction:
         self._outgoing_share = outgoing_share
         self._buffers = Buffers(outgoing_share.ledger)
         self._local: defaultdict[Unit, dict[int, _Local]] = defaultdict(dict)
+        self._complete: dict[Unit, Lease] = {}
+        """The open bucket, with leases of its gradients' bytes; see [Note: buckets of gradients]."""
         self._under_way: deque[tuple[Reducing, int]] = deque()
         self._further_means: deque[tuple[Gradient, torch.Tensor, Reducing]] = deque()
+
+    def open(self) -> None:
+        """Size the buckets, alike on all ranks, when the outgoing share is known: of it a bucket takes three
+        times its size, beside an earlier one that is under way.
+        """
+        most = min(self._bucket_nbytes, self._outgoing_share.ledger.limit_nbytes // 8)
+        self._bucket_nbytes = self._reducers.ranks.least(most, "size buckets")
 
     def device_nbytes(self, unit: Unit) -> int:
         """Return the bytes that a unit's reduction takes on an accelerator: its gradients, what is sent and
@@ -155,19 +175,69 @@ class Reduction:
         if room is not None:
             room.give_back(sum(one.taken_nbytes for one in local))
 
-    def reduce(self, unit: Unit, into: MeanSink) -> None:
-        """Begin to reduce a unit's local gradients. Every rank does so at the same point of its step."""
-        local = self._local.pop(unit, {})
-        taken = {index: one for index, one in sorted(local.items()) if one.gradient.is_current}
-        if taken:
-            job, mean = self._begin(unit, {index: one.values for index, one in taken.items()})
+    def complete(self, unit: Unit, into: MeanSink) -> list[Unit]:
+        """Take a unit all of whose gradients have come into the open bucket; begin to reduce it when it is
+        full. Return the units that are being reduced. Every rank does so at the same point of its step.
+        """
+        if not self._local.get(unit):
+            return []
+        nbytes = sum(one.values.nbytes for one in self._local[unit].values())
+        most, closed = self._most_nbytes(unit), list[Unit]()
+        if not unit.record.holders.are_all or nbytes >= most:
+            self.reduce([unit], into)
+            return [unit]
+        if self._open_nbytes() + nbytes > most:
+            closed = self.close_bucket(into)
+        self._complete[unit] = self._outgoing_share.lease_anyway(nbytes)
+        return closed
+
+    def has_complete(self, unit: Unit) -> bool:
+        """Whether a unit is in the open bucket."""
+        return unit in self._complete
+
+    def close_bucket(self, into: MeanSink) -> list[Unit]:
+        """Begin to reduce the open bucket; return the units that are in it."""
+        units = list(self._complete)
+        self.reduce(units, into)
+        return units
+
+    def _open_nbytes(self) -> int:
+        units = (self._local.get(unit, {}) for unit in self._complete)
+        return sum(one.values.nbytes for local in units for one in local.values())
+
+    def _most_nbytes(self, unit: Unit) -> int:
+        """On an accelerator a bucket takes no more than a unit that comes alone may take."""
+        most = self._bucket_nbytes
+        return most if self._device.room is None else min(most, unit.layout.numel * unit.flat.itemsize)
+
+    def reduce(self, units: Iterable[Unit], into: MeanSink) -> None:
+        """Begin to reduce local gradients of units, those of the same type in one collective. Every rank does
+        so at the same point of its step.
+        """
+        together: dict[tuple[CollectiveLane, torch.dtype], dict[Unit, dict[int, _Local]]] = {}
+        locals_ = {unit: self._local.pop(unit, {}) for unit in units}
+        for unit, local in locals_.items():
+            taken = {index: one for index, one in sorted(local.items()) if one.gradient.is_current}
+            if taken:
+                wide = any(one.values.dtype == torch.float32 for one in taken.values())
+                dtype = torch.float32 if wide else unit.flat.dtype
+                together.setdefault((self._reducers.reduces(unit), dtype), {})[unit] = taken
+        for (lane, dtype), bucket in together.items():
+            self._reduce_bucket(bucket, dtype, lane, into)
+        for unit, local in locals_.items():
+            self._give_back(local.values())
+            if (lease := self._complete.pop(unit, None)) is not None:
+                lease.end()
+        self._add_means(into)
+
+    def _reduce_bucket(
+        self, bucket: dict[Unit, dict[int, _Local]], dtype: torch.dtype, lane: CollectiveLane, into: MeanSink
+    ) -> None:
+        job, means = self._begin(bucket, dtype, lane)
+        for (unit, taken), mean in zip(bucket.items(), means, strict=True):
             for index, one in taken.items():
                 segment = unit.record.shard.segments[index]
                 self._deliver(one, mean[segment.start : segment.stop], job, into)
-        self._give_back(local.values())
-        local.clear()
-        taken.clear()
-        self._add_means(into)
 
     def _deliver(self, one: _Local, mean: torch.Tensor, job: Reducing, into: MeanSink) -> None:
         if one.gradient.form is Form.LOCAL:
@@ -176,39 +246,45 @@ class Reduction:
         else:
             self._further_means.append((one.gradient, mean, job))
 
-    def _begin(self, unit: Unit, grads: dict[int, torch.Tensor]) -> tuple[Reducing, torch.Tensor]:
-        wide = any(grad.dtype == torch.float32 for grad in grads.values())
-        dtype = torch.float32 if wide else unit.flat.dtype
-        whole, share = unit.layout.numel * dtype.itemsize, unit.record.shard.numel
-        room = self._device.room
-        nbytes = 2 * whole if room is None else share * dtype.itemsize
+    def _begin(
+        self, bucket: dict[Unit, dict[int, _Local]], dtype: torch.dtype, lane: CollectiveLane
+    ) -> tuple[Reducing, list[torch.Tensor]]:
+        """Queue the reduction of some units; return it, and where each unit's mean will be."""
+        shares = [unit.record.shard.numel for unit in bucket]
+        numel = sum(unit.layout.numel for unit in bucket)
+        names, room = (
+            "; ".join(_said(unit, taken, dtype) for unit, taken in bucket.items()),
+            self._device.room,
+        )
+        nbytes = (2 * numel if room is None else sum(shares)) * dtype.itemsize
         lease = self._lease(nbytes)
         # What is sent and received, and of this rank's share the sum, the mean, and its copy.
-        parts = (whole, whole, *[4 * share] * 3) if room is not None else ()
-        taken = room.take_all(parts, f"{unit.name}: a reduction") if room is not None else 0
-        if self._device.is_host:
-            sent = self._buffers.take(unit.layout.numel, dtype)
-            _pack(unit, grads, sent)
-        else:
-            sent = torch.zeros(unit.layout.numel, dtype=dtype, device=self._device.torch_device)
+        whole = numel * dtype.itemsize
+        parts = (whole, whole, *[4 * sum(shares)] * 3) if room is not None else ()
+        taken_nbytes = room.take_all(parts, f"{names}: a reduction") if room is not None else 0
+        on_host = self._device.is_host
+        place = self._device.torch_device
+        sent = self._buffers.take(numel, dtype) if on_host else torch.zeros(numel, dtype=dtype, device=place)
+        if not on_host:
             self._device.allocated(sent)
-            for index, grad in grads.items():
-                segment = unit.layout.segments[index]
-                sent[segment.start : segment.stop].copy_(grad.view(-1))
+        size = len(next(iter(bucket)).record.holders.members)
+        rows, start = sent.view(size, sum(shares)), 0
+        for (unit, taken), share in zip(bucket.items(), shares, strict=True):
+            pack = _pack if on_host else _pack_on_device
+            pack(unit, {index: one.values for index, one in taken.items()}, rows[:, start : start + share])
+            start += share
+        if not on_host:
             self._device.assembled(sent)
-        take_mean = self._buffers.take if self._device.is_host else self._device.take_host_buffer
-        mean = take_mean(share, dtype)
-        what = f"{unit.name} ({', '.join(map(str, grads))} of {len(unit.parameters)}, {str(dtype)[6:]})"
-        allocate = (
-            self._buffers.take if self._device.is_host else partial(_on_device, self._device.torch_device)
-        )
+        take_mean = self._buffers.take if on_host else self._device.take_host_buffer
+        means = [take_mean(share, dtype) for share in shares]
+        allocate = self._buffers.take if on_host else partial(_on_device, place)
         count = self._reducers.ranks.size
-        job = Reducing(what, sent, mean, allocate, lease, self._lane, self._device, count)
-        self._reducers.reduces(unit).submit(job)
+        job = Reducing(names, sent, means, allocate, lease, self._lane, self._device, count)
+        lane.submit(job)
         if room is not None:
-            room.leaves(taken, job)
+            room.leaves(taken_nbytes, job)
         self._under_way.append((job, nbytes))
-        return job, mean
+        return job, means
 
     def _lease(self, nbytes: int) -> Lease:
         """Return a lease when half of the outgoing share has room for it, or no reduction is under way."""
@@ -229,9 +305,18 @@ class Reduction:
 
     def settle(self, units: Iterable[Unit], into: MeanSink) -> None:
         """Reduce what is local of `units`, and return when every mean has come and been added."""
+        bucket: list[Unit] = []
+        nbytes = 0
         for unit in units:
-            if self._local.get(unit):
-                self.reduce(unit, into)
+            if not self._local.get(unit):
+                continue
+            more = unit.layout.numel * unit.flat.itemsize
+            if bucket and nbytes + more > self._most_nbytes(unit):
+                self.reduce(bucket, into)
+                bucket, nbytes = [], 0
+            bucket.append(unit)
+            nbytes += more
+        self.reduce(bucket, into)
         self._add_means(into, wait=True)
 
 
@@ -239,18 +324,51 @@ def _on_device(device: torch.device, numel: int, dtype: torch.dtype) -> torch.Te
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-def _pack(unit: Unit, grads: dict[int, torch.Tensor], sent: torch.Tensor) -> None:
-    """Lay gradients out as the unit is, zeros where there is none."""
-    end = 0
+def _said(unit: Unit, grads: Iterable[int], dtype: torch.dtype) -> str:
+    return f"{unit.name} ({', '.join(map(str, grads))} of {len(unit.parameters)}, {str(dtype)[6:]})"
+
+
+def _spans(first: int, end: int, share: int) -> Iterator[tuple[int, slice, slice]]:
+    """Yield where elements of a unit from `first` to `end` lie: the rank, the elements of its share, and which
+    these are of the given ones.
+    """
+    while first < end:
+        rank, offset = divmod(first, share)
+        numel = min(share - offset, end - first)
+        yield rank, slice(offset, offset + numel), slice(first, first + numel)
+        first += numel
+
+
+def _pack(unit: Unit, grads: dict[int, torch.Tensor], rows: torch.Tensor) -> None:
+    """Lay gradients out as the unit is, each rank's share in its row of `rows`, zeros where there is none."""
+    share, end = rows.shape[1], 0
     for index, segment in enumerate(unit.layout.segments):
         grad = grads.get(index)
         if grad is None:
             continue
-        sent[end : segment.start].zero_()
-        to = sent.data_ptr() + segment.start * sent.element_size()
-        if grad.dtype == sent.dtype:
-            kernels.copy(grad.nbytes, to, grad.data_ptr())
-        else:
-            WIDEN[grad.dtype](segment.numel, grad.data_ptr(), to)
+        _zero(rows, end, segment.start)
+        flat = grad.view(-1)
+        for rank, of_row, of_unit in _spans(segment.start, segment.stop, share):
+            numel, to = of_row.stop - of_row.start, rows[rank, of_row].data_ptr()
+            given = flat[of_unit.start - segment.start :].data_ptr()
+            if grad.dtype == rows.dtype:
+                kernels.copy(numel * rows.element_size(), to, given)
+            else:
+                WIDEN[grad.dtype](numel, given, to)
         end = segment.stop
-    sent[end:].zero_()
+    _zero(rows, end, unit.layout.numel)
+
+
+def _zero(rows: torch.Tensor, first: int, end: int) -> None:
+    for rank, of_row, _ in _spans(first, end, rows.shape[1]):
+        rows[rank, of_row].zero_()
+
+
+def _pack_on_device(unit: Unit, grads: dict[int, torch.Tensor], rows: torch.Tensor) -> None:
+    """Like `_pack`, into zeros."""
+    for index, grad in grads.items():
+        segment = unit.layout.segments[index]
+        flat = grad.view(-1)
+        for rank, of_row, of_unit in _spans(segment.start, segment.stop, rows.shape[1]):
+            begin = of_unit.start - segment.start
+            rows[rank, of_row].copy_(flat[begin : begin + of_unit.stop - of_unit.start])

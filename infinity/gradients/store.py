@@ -63,11 +63,12 @@ class GradientStore:
         peers: Peers | None,
         *,
         deferred: bool,
+        bucket_nbytes: int,
     ) -> None:
         """Keep gradients in `kept`; what does not fit goes to `spill_store`, by `outgoing_share` and `lane`.
 
         least_total: says which host_memory, in bytes, holds all gradients in a field as well. peers: None for
-        one rank. deferred: ranks sum gradients only when a step is decided.
+        one rank. deferred: ranks sum gradients only when a step is decided. bucket_nbytes: see Reduction.
         """
         self._lane = lane
         self._device = device
@@ -80,7 +81,15 @@ class GradientStore:
         self._peers = peers
         self._reduction: Reduction | None = None
         if peers is not None:
-            self._reduction = Reduction(peers, lane, device, kept, outgoing_share, deferred=deferred)
+            self._reduction = Reduction(
+                peers,
+                lane,
+                device,
+                kept,
+                outgoing_share,
+                deferred=deferred,
+                bucket_nbytes=bucket_nbytes,
+            )
         self._at_once: dict[int, int] = {}
         self._in_record: defaultdict[Unit, WeakValueDictionary[int, Gradient]]
         self._in_record = defaultdict(WeakValueDictionary)  # spilled ones that somebody refers to
@@ -96,6 +105,8 @@ class GradientStore:
     def open(self, budget: Budget, units: Sequence[Unit]) -> None:
         """Prepare for the gradients of `units`, which come only later."""
         self._at_once = _at_once(units, budget.outgoing_nbytes)
+        if self._reduction is not None:
+            self._reduction.open()
         self._device.room_for_downloads(self._kept)  # the outgoing share's are made ahead
 
     # What a backward brings
@@ -143,8 +154,13 @@ class GradientStore:
         """Begin to sum a unit's gradients, all of which have come, over the ranks; where that is deferred,
         only with `at_once`.
         """
-        if self._reduction is not None and (at_once or not self._reduction.deferred):
-            self._reduction.reduce(unit, self)
+        if self._reduction is None:
+            return
+        if at_once:
+            self._reduction.reduce([unit], self)
+        elif not self._reduction.deferred:
+            for one in self._reduction.complete(unit, self):
+                self.settle(one)
 
     def end_backward(self, units: Iterable[Unit]) -> None:
         """Sum over the ranks the gradients that have not been summed, unless that is deferred."""
@@ -321,6 +337,9 @@ class GradientStore:
         gradient.check("a second backward before step()")
         self._adds |= gradient.form is not Form.ZERO
         if self._reduction is not None:
+            if self._reduction.has_complete(gradient.unit):
+                for one in self._reduction.close_bucket(self):
+                    self.settle(one)
             self._reduction.add(gradient, grad)
         elif gradient.form is Form.ZERO and self._begins_on_device(gradient, grad):
             return
