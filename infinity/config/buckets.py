@@ -11,7 +11,10 @@ from infinity.sizes import parse_size
 DEFAULT = "16MiB"
 """Large enough that what a collective takes beside its bytes does not count, small beside any budget."""
 _ZERO = "zero_optimization."
-_BOUNDS = {"reduce_bucket": (_ZERO + "reduce_bucket_size",)}
+_BOUNDS = {
+    "gather_bucket": (_ZERO + "allgather_bucket_size", _ZERO + "stage3_prefetch_bucket_size"),
+    "reduce_bucket": (_ZERO + "reduce_bucket_size",),
+}
 """By field of Config, DeepSpeed's keys, in elements."""
 
 

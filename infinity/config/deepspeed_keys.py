@@ -50,7 +50,8 @@ _BUDGET = "host_memory is divided automatically"
 _PLACED = "what host_memory has left holds the fields that save the most traffic"
 _FETCH = "the plan and the budget decide what is prefetched and kept"
 _REDUCE = "shards are padded once, when they are laid out"
-_BUCKET = "Config(reduce_bucket=...), of which a number here is an upper bound, in elements"
+_SUMS = "Config(reduce_bucket=...); a number here, in elements, is an upper bound of it"
+_GATHERS = "Config(gather_bucket=...); a number here, in elements, is an upper bound of it"
 _PINNED = "buffers are pinned where the device copies from them"
 _OVERLAP = "reads, updates and writes always overlap"
 _SUMMED = "gradients are summed in fp32"
@@ -160,8 +161,8 @@ UNNECESSARY = {
     **_all(LTD, "global_batch_size micro_batch_size", "size", "as the batches are"),
     **_all(RATES, "total_layer_tokens warmup_layer_tokens warmup_type", "anything", "its section is off"),
     LEARNING + "data_cluster_path": ("text", "rows are cut to the length of the step; nothing is indexed"),
-    _ZERO + "reduce_bucket_size": ("size", _BUCKET),
-    _ZERO + "allgather_bucket_size": ("size", _REDUCE),
+    _ZERO + "reduce_bucket_size": ("size", _SUMS),
+    **_all(_ZERO, "allgather_bucket_size stage3_prefetch_bucket_size", "size", _GATHERS),
     **_all(
         _ZERO,
         "contiguous_gradients reduce_scatter allgather_partitions use_multi_rank_bucket_allreduce "
@@ -172,7 +173,7 @@ UNNECESSARY = {
     ),
     **_all(
         _ZERO,
-        "stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold "
+        "stage3_param_persistence_threshold stage3_model_persistence_threshold "
         "stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold",
         "size",
         _FETCH,

@@ -79,9 +79,11 @@ class Config:
     stage: what the ranks of a run partition, in ZeRO's numbers: 1 the masters and the optimizer's state, 2
         gradients as well, 3 parameters as well. With 1 and 2 the 16-bit parameters, with 1 also their
         gradients, stay whole on the device of every rank.
-    reduce_bucket: bytes, or text like "16MiB": the most of the gradients of several units that ranks sum in one
-        collective; less, where host_memory has less room for that. A larger unit, one whose update is applied
-        in the backward, and with 0 every unit, is summed by itself. Results are the same.
+    gather_bucket: bytes, or text like "16MiB": the most of several layers' weights that ranks assemble in one
+        collective; less, where host_memory has less room for that, or for layers that wait for their use. A
+        larger one, and with 0 each, is assembled by itself. Results are the same.
+    reduce_bucket: as much of several layers' gradients that ranks sum in one collective. A larger layer's,
+        those that are applied in the backward, and with 0 each layer's, are summed by themselves.
     timeout_s: seconds that a rank waits for the others before it fails, and names those that are missing.
     sequence_parallel: ranks that share each sequence (Ulysses; see infinity.sequence_parallel), for models of
         transformers: 4 of 8 ranks train two sequences at once, each on a quarter of its tokens. All ranks
@@ -121,6 +123,7 @@ class Config:
     experts: str = "slices"
     frozen_dtype: str | None = None
     stage: int = 3
+    gather_bucket: int | str = DEFAULT
     reduce_bucket: int | str = DEFAULT
     timeout_s: float = 600.0
     sequence_parallel: int = 1
@@ -141,6 +144,8 @@ class Config:
     """`activation_memory` in bytes; None for None and "auto"."""
     tile_nbytes: int | None = field(init=False)
     """`tile_above` in bytes; None for None and "auto"."""
+    gather_bucket_nbytes: int = field(init=False)
+    """`gather_bucket` in bytes."""
     reduce_bucket_nbytes: int = field(init=False)
     """`reduce_bucket` in bytes."""
     nvme_folders: tuple[str, ...] = field(init=False)
@@ -160,6 +165,7 @@ class Config:
         object.__setattr__(self, "tile_nbytes", _nbytes("tile_above", tile_above))
         activations = None if self.activation_memory == "auto" else self.activation_memory
         object.__setattr__(self, "activation_nbytes", _nbytes("activation_memory", activations))
+        object.__setattr__(self, "gather_bucket_nbytes", bucket_nbytes("gather_bucket", self.gather_bucket))
         object.__setattr__(self, "reduce_bucket_nbytes", bucket_nbytes("reduce_bucket", self.reduce_bucket))
         object.__setattr__(self, "verify", _verify(self.verify))
         object.__setattr__(self, "durable_steps", _durable_steps(self.durable))

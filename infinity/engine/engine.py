@@ -38,6 +38,7 @@ from infinity.engine.routing import Routing
 from infinity.engine.shortage import Shortage
 from infinity.engine.state_dict import Exchange
 from infinity.errors import UnsupportedError
+from infinity.gradients.gather_buckets import GatherBuckets
 from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import OutgoingShare
@@ -113,6 +114,7 @@ class Engine:
         )
         self.store: Store = self.durable.store if self.durable else self.nvme_store or self.host_store
         self.lane = self._open_lane()
+        self.outgoing_share = OutgoingShare(self.device, self.timeline)
         self.partition = self._open_partition()
         """What several ranks do together; None where there is one."""
         self.residency = UnitResidency(self.lane, self.device, self.timeline, self.partition)
@@ -120,7 +122,6 @@ class Engine:
         self.checkpoint_store: CheckpointStore | None = None
         """The files that weights are read from where they lie; None where there are none."""
         self.exchange = Exchange(self.parameters, config.frozen_dtype)
-        self.outgoing_share = OutgoingShare(self.device, self.timeline)
         self.gradients = self._open_gradients()
         self.boundaries = self._open_boundaries()
         """What offloads the inputs of checkpoints; None where they stay."""
@@ -166,8 +167,9 @@ class Engine:
     def _open_partition(self) -> Partition | None:
         if self.ranks.size == 1:
             return None
+        buckets = GatherBuckets(self.lane, self.device, self.outgoing_share, self.config.gather_bucket_nbytes)
         parts = self.ranks, self.lane, self.device, self.timeline, self.units, self.expert_ranks
-        return Partition(*parts)
+        return Partition(*parts, buckets)
 
     def _open_gradients(self) -> GradientStore:
         return GradientStore(

@@ -10,7 +10,8 @@ import xxhash
 
 from infinity.device.device import Device
 from infinity.engine.expert_ranks import ExpertRanks
-from infinity.gradients.collectives import Collecting, CollectiveLane, Gathering, Spreading
+from infinity.gradients.collectives import Collecting, CollectiveLane, Spreading
+from infinity.gradients.gather_buckets import GatherBuckets
 from infinity.gradients.matrices import Orthogonalizing
 from infinity.lane.lane import StreamLane
 from infinity.lane.matrices import WholeMatrices
@@ -35,9 +36,10 @@ class Partition:
         timeline: Timeline,
         units: Sequence[Unit],
         expert_ranks: ExpertRanks | None,
+        buckets: GatherBuckets,
     ) -> None:
         """Open two channels, for `units`, a list that the engine fills; and two for experts, if there are
-        `expert_ranks`. Every rank does so.
+        `expert_ranks`. Every rank does so. buckets: in which units are assembled.
         """
         self.ranks = ranks
         self._expert_ranks = expert_ranks
@@ -50,6 +52,7 @@ class Partition:
         if expert_ranks is not None:
             self._gathers_of_experts = opened("gather experts", expert_ranks.copies)
             self._reduces_of_experts = opened("reduce experts", expert_ranks.copies)
+        self._buckets = buckets
         self._lanes = dict.fromkeys(
             [self._gathers, self._reduces, self._gathers_of_experts, self._reduces_of_experts]
         )
@@ -63,9 +66,13 @@ class Partition:
         holders = unit.record.holders
         if unit.record.is_elsewhere or len(holders.members) == 1:
             return job  # which brings all that there is of it
-        gathering = Gathering(unit, job, self._lane, self._device)
-        self._gathers_of(unit).submit(gathering)
-        return gathering
+        if not holders.are_all:
+            return self._buckets.alone(unit, job, self._gathers_of_experts)
+        return self._buckets.assemble(unit, job, self._gathers)
+
+    def size_buckets(self, window_nbytes: int) -> None:
+        """See residency.Assembler."""
+        self._buckets.size(window_nbytes)
 
     def orthogonalize(self, matrices: WholeMatrices) -> Orthogonalizing:
         """See lane.matrices.MatrixOwners. Not on the lane of gradients: a pass that holds slots may wait for
@@ -74,9 +81,6 @@ class Partition:
         job = Orthogonalizing(matrices, self._lane)
         self._gathers.submit(job)
         return job
-
-    def _gathers_of(self, unit: Unit) -> CollectiveLane:
-        return self._gathers if unit.record.holders.are_all else self._gathers_of_experts
 
     def spread(self, unit: Unit) -> Job:
         """See residency.Assembler."""
@@ -107,6 +111,7 @@ class Partition:
 
     def check(self, plan: Plan) -> None:
         """See residency.Assembler. The error names the first use that differs, and what each rank has."""
+        self._buckets.begin_step()
         if self._digest[0] is not plan:
             self._digest = plan, xxhash.xxh3_64_intdigest(str(plan).encode()) >> 1
         lanes = (self._gathers, self._reduces)  # which experts a step fetches its data decide

@@ -46,6 +46,8 @@ class Collective(Job, ABC):
         self.what = what
         self.nbytes = 0
         """Bytes of what is exchanged, whole."""
+        self.count = 1
+        """As how many collectives it counts."""
 
     def end(self) -> None:
         """It is over."""
@@ -95,7 +97,7 @@ class CollectiveLane:
         with self._lane.lock:
             self._queue.append(job)
             self.nbytes[job.kind] += job.nbytes
-            self.counts[job.kind] += 1
+            self.counts[job.kind] += job.count
             self.chain = xxhash.xxh3_64_intdigest(job.what.encode(), self.chain)
             self._lane.changed.notify_all()
 
@@ -175,18 +177,20 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-class Gathering(Collective):
-    """A unit is assembled from every rank's share, as soon as this rank's has been fetched."""
+class Assembly(Job):
+    """One unit of a `Gathering`, which is queued when it is full, or when a unit of it is called for."""
 
-    kind = "gather"
-
-    def __init__(self, unit: Unit, local: Job, lane: StreamLane, device: Device) -> None:
-        """Assemble `unit` in the memory it has now, into which `local` brings this rank's share."""
-        super().__init__(f"assemble {unit.name}", lane)
-        self.local = local
+    def __init__(
+        self, unit: Unit, local: Job, lane: StreamLane, called_for: Callable[[Assembly], None]
+    ) -> None:
+        """Assemble `unit` in the memory it has now, into which `local` brings this rank's share. called_for:
+        called when somebody waits for it.
+        """
+        super().__init__(lane)
+        self.name, self.local = unit.name, local
         self._flat: torch.Tensor | None = unit.flat
         self._part = unit.part_of_rank
-        self._device = device
+        self._called_for: Callable[[Assembly], None] | None = called_for
         self.nbytes = unit.flat.nbytes
 
     @property
@@ -199,18 +203,82 @@ class Gathering(Collective):
         """See Job."""
         return self.local.slot_wait_s
 
+    def called_for(self) -> None:
+        """See Job."""
+        if (call := self._called_for) is not None:
+            call(self)
+
+    def queued(self) -> None:
+        """The collective is queued, which need not be asked for."""
+        self._called_for = None
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the unit's memory, and this rank's share of it, once; None for a unit without elements."""
+        flat, part = self._flat, self._part
+        self._flat, self._part = None, torch.empty(0, device="cpu")
+        return None if flat is None or not flat.numel() else (flat, part)
+
+    def end(self) -> None:
+        """The values are there."""
+        self.done = True
+
+
+class Gathering(Collective):
+    """Units are assembled from every rank's share, as soon as this rank's have been fetched.
+
+    Where the CPU computes, the shares of several units are put one behind the other first, and the units are
+    copied from what comes: one collective. On an accelerator each unit is gathered where it lies, one after
+    the other, and the ranks agree on all of them at once.
+    """
+
+    kind = "gather"
+
+    def __init__(
+        self, assemblies: Sequence[Assembly], lane: StreamLane, device: Device, lease: Lease | None
+    ) -> None:
+        """Assemble units. lease: of the memory that this takes beside theirs; None: they are gathered where
+        they lie.
+        """
+        super().__init__(f"assemble {', '.join(one.name for one in assemblies)}", lane)
+        self._assemblies, self._device, self._lease = assemblies, device, lease
+        self.nbytes = sum(one.nbytes for one in assemblies)
+        self.count = 1 if lease is not None else len(assemblies)
+
     def ready(self) -> None:
-        """Wait for the fetch."""
-        self.local.wait()
+        """Wait for the fetches."""
+        for one in self._assemblies:
+            one.local.wait()
 
     def run(self, channel: Channel) -> None:
-        """All-gather, in place."""
-        flat, self._flat = self._flat, None
-        if flat is not None and flat.numel():
+        """All-gather."""
+        taken = [pair for one in self._assemblies if (pair := one.take()) is not None]
+        for flat, _ in taken:
             self._device.arrived(flat)
-            channel.gather(flat, self._part, self.what)
-            self._device.assembled(flat)
-        self._part = torch.empty(0, device="cpu")
+        if self._lease is None:
+            for flat, part in taken:
+                channel.gather(flat, part, self.what)
+                self._device.assembled(flat)
+            return
+        for dtype in dict.fromkeys(flat.dtype for flat, _ in taken):
+            _gather_together([pair for pair in taken if pair[0].dtype == dtype], channel, self.what)
+        self._lease.end()
+
+    def end(self) -> None:
+        """The values of all are there."""
+        super().end()
+        for one in self._assemblies:
+            one.end()
+
+
+def _gather_together(pairs: list[tuple[torch.Tensor, torch.Tensor]], channel: Channel, what: str) -> None:
+    """Fill units in host memory, all of one type, from every rank's shares of them."""
+    sent = torch.cat([part for _, part in pairs])
+    rows = torch.empty(channel.ranks.size * sent.numel(), dtype=sent.dtype, device="cpu")
+    channel.gather(rows, sent, what)
+    start, rows = 0, rows.view(channel.ranks.size, -1)
+    for flat, part in pairs:
+        flat.view(channel.ranks.size, -1).copy_(rows[:, start : start + part.numel()])
+        start += part.numel()
 
 
 class Collecting(Collective):

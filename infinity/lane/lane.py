@@ -229,6 +229,8 @@ class StreamLane:
         Raises: what made the lane fail; EngineFailedError where the lane was closed before.
         """
         started = time.perf_counter()
+        if not job.done:
+            job.called_for()
         with self.lock:
             while not (job.finished if finished else job.done):
                 self.check_open()

@@ -51,6 +51,9 @@ class Job:
         """Seconds in which another thread waited for it because no slot was free."""
         return 0.0
 
+    def called_for(self) -> None:
+        """Another thread is about to wait for it, which is not done."""
+
     def wait(self) -> None:
         """Return when it is done. Raises: what made the lane fail; EngineFailedError if it was closed."""
         if self._lane is None:

@@ -41,6 +41,9 @@ class Assembler(MatrixOwners, Protocol):
     def assemble(self, unit: Unit, job: Job) -> Job:
         """Have the ranks put a unit together, of which `job` fetches, or has fetched, this rank's share."""
 
+    def size_buckets(self, window_nbytes: int) -> None:
+        """Note the bytes of units that may wait for their use, of which a part is assembled at once."""
+
     def spread(self, unit: Unit) -> Job:
         """Have the ranks that have a unit, which is resident, give it to the others. Every rank calls it."""
 
@@ -121,6 +124,8 @@ class UnitResidency(Residency[Unit, UpdatePass]):
             of_rank = sum(unit.resident_nbytes for unit in divided if not unit.record.is_elsewhere)
             self._ahead_of_divided.resize(of_rank if keep_resident else ahead_nbytes - left)
             self._ahead.resize(left)
+        if self._assembler is not None:
+            self._assembler.size_buckets(self._ahead.limit_nbytes)
         self._uses_of = {phase: [Use(phase, unit.index) for unit in units] for phase in Phase}
         planned = [unit.index for unit in units if unit not in self._routed]
         forward = [self._uses_of[Phase.FORWARD][one] for one in planned]
@@ -275,6 +280,8 @@ class UnitResidency(Residency[Unit, UpdatePass]):
     def give_window(self, nbytes: int) -> None:
         """Set the bytes of units that wait, from the next step on."""
         self._ahead.resize(nbytes)
+        if self._assembler is not None:
+            self._assembler.size_buckets(nbytes)
 
     def _has_other_window(self, course: Course) -> bool:
         """Whether units that wait have other room than the plan knows."""

@@ -1,0 +1,95 @@
+"""Units that are fetched one after the other, and assembled from the ranks' shares in one collective.
+
+[Note: buckets of units]
+The fetch of this rank's share of a unit begins at once; that it is assembled waits until as many bytes of such
+units have come together as fill a *bucket*, or until the thread that computes waits for one of them. A unit
+that waits in a bucket is never done, so whether that thread waits does not depend on timing: every rank fills
+the same buckets, which the order of the program decides, and the plan.
+
+A bucket is a quarter of the window of units that wait at most, so that others are there, or on their way,
+meanwhile. The first one of a step is an eighth of the others: computing waits for it. Each is twice the last.
+"""
+
+from __future__ import annotations
+
+from infinity.device.device import Device
+from infinity.gradients.collectives import Assembly, CollectiveLane, Gathering
+from infinity.lane.lane import StreamLane
+from infinity.lane.outgoing import OutgoingShare
+from infinity.planning.queue import Job
+from infinity.units.unit import Unit
+
+_FIRST = 8
+"""The first bucket of a step is that part of a full one."""
+
+
+class GatherBuckets:
+    """Owns the open bucket; see [Note: buckets of units]. Used by the thread that computes."""
+
+    def __init__(
+        self, lane: StreamLane, device: Device, outgoing_share: OutgoingShare, bucket_nbytes: int
+    ) -> None:
+        """Begin without one. bucket_nbytes: the most bytes of several units; outgoing_share: has the memory
+        in which they are put together, where the CPU computes.
+        """
+        self._lane, self._device, self._outgoing_share = lane, device, outgoing_share
+        self._setting_nbytes = bucket_nbytes
+        self._window_nbytes = 0
+        self._grown = 1
+        self._open: list[Assembly] = []
+        self._gathers: CollectiveLane | None = None
+
+    def size(self, window_nbytes: int) -> None:
+        """Set the bytes of units that may wait for their use."""
+        self._window_nbytes = window_nbytes
+
+    def begin_step(self) -> None:
+        """A step begins, or a forward without gradients."""
+        self._grown = 1
+
+    def assemble(self, unit: Unit, job: Job, gathers: CollectiveLane) -> Job:
+        """Put a unit, of which `job` fetches this rank's share, into the open bucket of `gathers`; return what
+        is done when all of it is there.
+        """
+        most = self._most_nbytes()
+        one = Assembly(unit, job, self._lane, self._called_for)
+        self._gathers = gathers
+        if self._open and self._open_nbytes() + one.nbytes > most:
+            self._close()
+        self._open.append(one)
+        if self._open_nbytes() >= most:
+            self._close()
+        return one
+
+    def alone(self, unit: Unit, job: Job, gathers: CollectiveLane) -> Job:
+        """Assemble a unit by itself."""
+        one = Assembly(unit, job, self._lane, self._called_for)
+        gathers.submit(self._gathering([one]))
+        return one
+
+    def _most_nbytes(self) -> int:
+        of_share = self._outgoing_share.ledger.limit_nbytes // 4
+        full = min(self._setting_nbytes, self._window_nbytes // 4, of_share)
+        return min(full, full // _FIRST * self._grown)
+
+    def _open_nbytes(self) -> int:
+        return sum(one.nbytes for one in self._open)
+
+    def _called_for(self, one: Assembly) -> None:
+        if one in self._open:
+            self._close()
+
+    def _close(self) -> None:
+        assemblies, self._open = self._open, []
+        self._grown = min(2 * self._grown, _FIRST)
+        if self._gathers is not None:
+            self._gathers.submit(self._gathering(assemblies))
+
+    def _gathering(self, assemblies: list[Assembly]) -> Gathering:
+        lease = None
+        if len(assemblies) > 1 and self._device.is_host:
+            nbytes = sum(one.nbytes for one in assemblies)
+            lease = self._outgoing_share.lease_anyway(2 * nbytes)  # the ranks' shares, and this one's
+        for one in assemblies:
+            one.queued()
+        return Gathering(assemblies, self._lane, self._device, lease)
