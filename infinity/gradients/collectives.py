@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import xxhash
 
+from infinity import kernels
 from infinity.device.device import Device
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Lease
@@ -32,6 +33,9 @@ from infinity.units.unit import Unit
 logger = logging.getLogger("infinity")
 
 _CLOSE_S = 30.0
+
+Allocate = Callable[[int, torch.dtype], torch.Tensor]
+"""Gives memory for so many elements of a type."""
 
 
 class Collective(Job, ABC):
@@ -190,6 +194,7 @@ class Assembly(Job):
         self.name, self.local = unit.name, local
         self._flat: torch.Tensor | None = unit.flat
         self._part = unit.part_of_rank
+        self.share_nbytes = self._part.nbytes
         self._called_for: Callable[[Assembly], None] | None = called_for
         self.nbytes = unit.flat.nbytes
 
@@ -234,15 +239,19 @@ class Gathering(Collective):
     kind = "gather"
 
     def __init__(
-        self, assemblies: Sequence[Assembly], lane: StreamLane, device: Device, lease: Lease | None
+        self,
+        assemblies: Sequence[Assembly],
+        lane: StreamLane,
+        device: Device,
+        beside: tuple[Lease, Allocate] | None,
     ) -> None:
-        """Assemble units. lease: of the memory that this takes beside theirs; None: they are gathered where
-        they lie.
+        """Assemble units. beside: a lease of the memory that this takes beside theirs, and what gives that
+        memory; None: they are gathered where they lie.
         """
-        super().__init__(f"assemble {', '.join(one.name for one in assemblies)}", lane)
-        self._assemblies, self._device, self._lease = assemblies, device, lease
+        super().__init__(f"assemble {'; '.join(one.name for one in assemblies)}", lane)
+        self._assemblies, self._device, self._beside = assemblies, device, beside
         self.nbytes = sum(one.nbytes for one in assemblies)
-        self.count = 1 if lease is not None else len(assemblies)
+        self.count = 1 if beside is not None else len(assemblies)
 
     def ready(self) -> None:
         """Wait for the fetches."""
@@ -254,14 +263,16 @@ class Gathering(Collective):
         taken = [pair for one in self._assemblies if (pair := one.take()) is not None]
         for flat, _ in taken:
             self._device.arrived(flat)
-        if self._lease is None:
+        if self._beside is None:
             for flat, part in taken:
                 channel.gather(flat, part, self.what)
                 self._device.assembled(flat)
             return
+        (lease, allocate), self._beside = self._beside, None
         for dtype in dict.fromkeys(flat.dtype for flat, _ in taken):
-            _gather_together([pair for pair in taken if pair[0].dtype == dtype], channel, self.what)
-        self._lease.end()
+            of_type = [pair for pair in taken if pair[0].dtype == dtype]
+            _gather_together(of_type, channel, self.what, allocate)
+        lease.end()
 
     def end(self) -> None:
         """The values of all are there."""
@@ -270,15 +281,23 @@ class Gathering(Collective):
             one.end()
 
 
-def _gather_together(pairs: list[tuple[torch.Tensor, torch.Tensor]], channel: Channel, what: str) -> None:
-    """Fill units in host memory, all of one type, from every rank's shares of them."""
-    sent = torch.cat([part for _, part in pairs])
-    rows = torch.empty(channel.ranks.size * sent.numel(), dtype=sent.dtype, device="cpu")
+def _gather_together(
+    pairs: list[tuple[torch.Tensor, torch.Tensor]], channel: Channel, what: str, allocate: Allocate
+) -> None:
+    """Fill units in host memory, all of one type, from every rank's shares of them. The copies are not
+    torch's: what torch changes counts as a change of the weights.
+    """
+    dtype, width = pairs[0][0].dtype, pairs[0][0].element_size()
+    numels = [part.numel() for _, part in pairs]
+    sent, rows = allocate(sum(numels), dtype), allocate(channel.ranks.size * sum(numels), dtype)
+    starts = [sum(numels[:number]) for number in range(len(numels))]
+    for (_, part), start in zip(pairs, starts, strict=True):
+        kernels.copy(part.nbytes, sent.data_ptr() + width * start, part.data_ptr())
     channel.gather(rows, sent, what)
-    start, rows = 0, rows.view(channel.ranks.size, -1)
-    for flat, part in pairs:
-        flat.view(channel.ranks.size, -1).copy_(rows[:, start : start + part.numel()])
-        start += part.numel()
+    for (flat, part), start in zip(pairs, starts, strict=True):
+        for rank in range(channel.ranks.size):
+            came = rows.data_ptr() + width * (rank * sum(numels) + start)
+            kernels.copy(part.nbytes, flat.data_ptr() + rank * part.nbytes, came)
 
 
 class Collecting(Collective):
@@ -343,7 +362,7 @@ class Reducing(Collective):
         what: str,
         sent: torch.Tensor,
         means: Sequence[torch.Tensor],
-        allocate: Callable[[int, torch.dtype], torch.Tensor],
+        allocate: Allocate,
         lease: Lease,
         lane: StreamLane,
         device: Device,

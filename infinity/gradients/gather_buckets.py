@@ -1,10 +1,10 @@
 """Units that are fetched one after the other, and assembled from the ranks' shares in one collective.
 
 [Note: buckets of units]
-The fetch of this rank's share of a unit begins at once; that it is assembled waits until as many bytes of such
-units have come together as fill a *bucket*, or until the thread that computes waits for one of them. A unit
-that waits in a bucket is never done, so whether that thread waits does not depend on timing: every rank fills
-the same buckets, which the order of the program decides, and the plan.
+The fetch of this rank's share of a unit begins at once; that it is assembled waits until as many bytes of
+such units have come together as fill a *bucket*, or until the thread that computes waits for one of them. A
+unit that waits in a bucket is never done, so whether that thread waits does not depend on timing: every rank
+fills the same buckets, which the order of the program decides, and the plan.
 
 A bucket is a quarter of the window of units that wait at most, so that others are there, or on their way,
 meanwhile. The first one of a step is an eighth of the others: computing waits for it. Each is twice the last.
@@ -48,8 +48,8 @@ class GatherBuckets:
         self._grown = 1
 
     def assemble(self, unit: Unit, job: Job, gathers: CollectiveLane) -> Job:
-        """Put a unit, of which `job` fetches this rank's share, into the open bucket of `gathers`; return what
-        is done when all of it is there.
+        """Put a unit, of which `job` fetches this rank's share, into the open bucket of `gathers`; return
+        what is done when all of it is there.
         """
         most = self._most_nbytes()
         one = Assembly(unit, job, self._lane, self._called_for)
@@ -86,10 +86,10 @@ class GatherBuckets:
             self._gathers.submit(self._gathering(assemblies))
 
     def _gathering(self, assemblies: list[Assembly]) -> Gathering:
-        lease = None
+        beside = None
         if len(assemblies) > 1 and self._device.is_host:
-            nbytes = sum(one.nbytes for one in assemblies)
-            lease = self._outgoing_share.lease_anyway(2 * nbytes)  # the ranks' shares, and this one's
+            nbytes = sum(one.nbytes + one.share_nbytes for one in assemblies)
+            beside = self._outgoing_share.lease_anyway(nbytes), self._outgoing_share.buffers.take
         for one in assemblies:
             one.queued()
-        return Gathering(assemblies, self._lane, self._device, lease)
+        return Gathering(assemblies, self._lane, self._device, beside)

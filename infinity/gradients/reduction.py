@@ -6,12 +6,13 @@ backwards add to them in fp32, until the step: one reduction for any number of b
 whole gradients in memory.
 
 [Note: buckets of gradients]
-Complete units stay local, too, until there are as many bytes of them as fill a *bucket*, or the backward ends,
-or somebody asks for one of them: then all are reduced in one collective. So no pass and no thread ever waits
-for a bucket that is open, and which units share one depends on their sizes and on the order of the program
-alone, never on timing: every rank fills the same buckets. A further gradient of a unit that is in the open
-bucket closes it first, so that the bits are those of units reduced one by one. A unit whose update is applied
-in the backward is reduced by itself, at once: its values are still there to start from.
+Complete units stay local, too, until there are as many bytes of them as fill a *bucket*, or the backward
+ends: then all are reduced in one collective. One that somebody asks for is reduced by itself. So no pass and
+no thread ever waits for a bucket that is open, and which units share one depends on their sizes and on the
+order of the program alone, never on timing: every rank fills the same buckets. A further gradient of a unit
+that is in the open bucket closes it first, so that the bits are those of units reduced one by one. A unit
+whose update is applied in the backward is reduced at once, by itself: its values are still there to start
+from.
 """
 
 from __future__ import annotations
@@ -329,8 +330,8 @@ def _said(unit: Unit, grads: Iterable[int], dtype: torch.dtype) -> str:
 
 
 def _spans(first: int, end: int, share: int) -> Iterator[tuple[int, slice, slice]]:
-    """Yield where elements of a unit from `first` to `end` lie: the rank, the elements of its share, and which
-    these are of the given ones.
+    """Yield where elements of a unit from `first` to `end` lie: the rank, the elements of its share, and
+    which of the unit's these are.
     """
     while first < end:
         rank, offset = divmod(first, share)

@@ -43,7 +43,7 @@ import xxhash
 from infinity.config.settings import ACCELERATORS
 from infinity.errors import ConfigError, RanksError
 from infinity.ranks.groups import all_gather, meet, new_group, store
-from infinity.ranks.waiting import Waiting
+from infinity.ranks.waiting import LONG, Waiting, brief
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -145,7 +145,8 @@ class Channel:
         text = what.encode()
         most = max(row[0] for row in self.integers([len(text)], what))
         rows = self.rows(torch.frombuffer(bytearray(text.ljust(most)), dtype=torch.uint8), what)
-        doing = "; ".join(f"rank {rank}: {bytes(row).decode().strip()}" for rank, row in enumerate(rows))
+        texts = _from_the_difference([bytes(row).decode().strip() for row in rows])
+        doing = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
         return RanksError(
             f"the ranks are about to do different things: {doing}. Likely cause: their forwards take "
             "different paths through the model (experts or branches chosen by the data, a longer loop on one "
@@ -408,7 +409,7 @@ class Ranks:
 
     def broken(self, what: str, waited_s: float, timeout_s: float, error: Exception) -> RanksError:
         """Return the error for a collective that failed after `waited_s`."""
-        self._lost = True
+        self._lost, what = True, brief(what)
         self.post_failure(f"it waited for the others, at {what}")
         told, missing = self._ask(_GRACE_S)
         lines = [f"rank {rank}: {why}" for rank, why in told.items()]
@@ -454,6 +455,19 @@ class Ranks:
 
 ALONE = Ranks([0], 0, "gloo", 0)
 """A single rank."""
+
+
+def _from_the_difference(texts: list[str]) -> list[str]:
+    """Return what ranks are about to do, from the first unit on that differs, where the names are long."""
+    parts = [text.split("; ") for text in texts]
+    if max(map(len, texts)) <= LONG:
+        return texts
+    same = 0
+    while all(len(one) > same and one[same] == parts[0][same] for one in parts):
+        same += 1
+    said = ["; ".join(one[same:]) or "nothing more" for one in parts]
+    begin = f"{texts[0].split(' ')[0]} {same} others, then " if same else ""
+    return [begin + brief(one) for one in said]
 
 
 def _in_one_line(error: Exception) -> str:

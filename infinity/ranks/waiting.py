@@ -33,6 +33,15 @@ _APART_S = 60.0
 """Seconds from one warning to the next: several threads may wait for the same rank."""
 
 
+LONG = 240
+"""Characters: names of units that are longer together are shown in part."""
+
+
+def brief(what: str) -> str:
+    """Return the begin and the end of the name of what is done to many units at once."""
+    return what if len(what) <= LONG else f"{what[: LONG // 2]} ... {what[-LONG // 2 :]}"
+
+
 class Waiting:
     """The waits of one rank, on all of its threads; see [Note: late ranks]."""
 
@@ -92,7 +101,9 @@ class Waiting:
                 if f"waits {what}" in said or any(one.startswith("does ") for one in said):
                     continue
                 others = [one.removeprefix("waits ") for one in said]
-                missing.append(f"rank {rank} " + (f"waits at {others[0]}" if others else "has not come"))
+                missing.append(
+                    f"rank {rank} " + (f"waits at {brief(others[0])}" if others else "has not come")
+                )
         except Exception as error:
             logger.debug("looking for late ranks", exc_info=error)
         if missing and time.monotonic() - self._told_s > _APART_S:
@@ -102,7 +113,7 @@ class Waiting:
                 "state_dict on some ranks alone (`if rank == 0: model(x)`), while others wait in a barrier "
                 "or go on. All ranks have to run what reads parameters. The rank may also be slow: the wait "
                 "goes on, up to the timeout of %.0f s.",
-                *(self._rank, self._size, LOOKS_S, what, "; ".join(missing), self._timeout_s),
+                *(self._rank, self._size, LOOKS_S, brief(what), "; ".join(missing), self._timeout_s),
             )
 
     def _said(self, rank: int) -> list[str]:
