@@ -126,6 +126,8 @@ class Partition:
         for place in range(longest):
             use = uses[place] if place < len(uses) else "nothing more"
             self.ranks.agree(f"use {place + 1} of a step, {use}")
+        for one in lanes:
+            one.begin_step(None)
 
     @property
     def nbytes(self) -> dict[str, int]:

@@ -22,10 +22,11 @@ import xxhash
 from infinity import kernels
 from infinity.device.device import Device
 from infinity.lane.lane import StreamLane
-from infinity.lane.outgoing import Lease
+from infinity.lane.outgoing import Lease, OutgoingShare
 from infinity.planning.queue import Job
 from infinity.ranks.agreed import AgreedOrder, Agreement
 from infinity.ranks.group import Channel
+from infinity.ranks.waiting import brief
 from infinity.records.weights import ACCUMULATE, NARROW, WIDEN
 from infinity.timeline import Timeline
 from infinity.units.unit import Unit
@@ -146,7 +147,7 @@ class CollectiveLane:
         job.ready()
         began_s = time.perf_counter()
         self._exchange(job)
-        self._timeline.span(self._name, job.what, began_s, time.perf_counter(), job.nbytes)
+        self._timeline.span(self._name, brief(job.what), began_s, time.perf_counter(), job.nbytes)
         with self._lane.lock:
             job.end()
             self._lane.changed.notify_all()
@@ -194,7 +195,6 @@ class Assembly(Job):
         self.name, self.local = unit.name, local
         self._flat: torch.Tensor | None = unit.flat
         self._part = unit.part_of_rank
-        self.share_nbytes = self._part.nbytes
         self._called_for: Callable[[Assembly], None] | None = called_for
         self.nbytes = unit.flat.nbytes
 
@@ -243,10 +243,10 @@ class Gathering(Collective):
         assemblies: Sequence[Assembly],
         lane: StreamLane,
         device: Device,
-        beside: tuple[Lease, Allocate] | None,
+        beside: OutgoingShare | None,
     ) -> None:
-        """Assemble units. beside: a lease of the memory that this takes beside theirs, and what gives that
-        memory; None: they are gathered where they lie.
+        """Assemble units. beside: has the memory that this takes beside theirs, while it runs; None: they are
+        gathered where they lie.
         """
         super().__init__(f"assemble {'; '.join(one.name for one in assemblies)}", lane)
         self._assemblies, self._device, self._beside = assemblies, device, beside
@@ -268,10 +268,11 @@ class Gathering(Collective):
                 channel.gather(flat, part, self.what)
                 self._device.assembled(flat)
             return
-        (lease, allocate), self._beside = self._beside, None
+        beside, self._beside = self._beside, None
+        lease = beside.lease_anyway(sum(flat.nbytes + part.nbytes for flat, part in taken))
         for dtype in dict.fromkeys(flat.dtype for flat, _ in taken):
             of_type = [pair for pair in taken if pair[0].dtype == dtype]
-            _gather_together(of_type, channel, self.what, allocate)
+            _gather_together(of_type, channel, self.what, beside.buffers.take)
         lease.end()
 
     def end(self) -> None:

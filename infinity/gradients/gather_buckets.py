@@ -86,10 +86,7 @@ class GatherBuckets:
             self._gathers.submit(self._gathering(assemblies))
 
     def _gathering(self, assemblies: list[Assembly]) -> Gathering:
-        beside = None
-        if len(assemblies) > 1 and self._device.is_host:
-            nbytes = sum(one.nbytes + one.share_nbytes for one in assemblies)
-            beside = self._outgoing_share.lease_anyway(nbytes), self._outgoing_share.buffers.take
+        beside = self._outgoing_share if len(assemblies) > 1 and self._device.is_host else None
         for one in assemblies:
             one.queued()
         return Gathering(assemblies, self._lane, self._device, beside)

@@ -91,6 +91,8 @@ class Reduction:
         that are reduced at once.
         """
         self._bucket_nbytes = bucket_nbytes
+        self._most_of_unit_nbytes = 0
+        """Bytes of an accelerator that the gradients of a unit take at most."""
         self._deferred = deferred
         self._reducers = reducers
         self._lane = lane
@@ -104,11 +106,16 @@ class Reduction:
         self._under_way: deque[tuple[Reducing, int]] = deque()
         self._further_means: deque[tuple[Gradient, torch.Tensor, Reducing]] = deque()
 
-    def open(self) -> None:
+    def open(self, units: Iterable[Unit]) -> None:
         """Size the buckets, alike on all ranks, when the outgoing share is known: of it a bucket takes three
-        times its size, beside an earlier one that is under way.
+        times its size, beside an earlier one that is under way. On an accelerator a bucket takes no more than
+        the largest of `units`.
         """
         most = min(self._bucket_nbytes, self._outgoing_share.ledger.limit_nbytes // 8)
+        if self._device.room is not None:
+            units = list(units)
+            self._most_of_unit_nbytes = max(map(self.device_nbytes, units), default=0)
+            most = min(most, max((one.layout.numel * one.flat.itemsize for one in units), default=0))
         self._bucket_nbytes = self._reducers.ranks.least(most, "size buckets")
 
     def device_nbytes(self, unit: Unit) -> int:
@@ -182,14 +189,16 @@ class Reduction:
         """
         if not self._local.get(unit):
             return []
-        nbytes = sum(one.values.nbytes for one in self._local[unit].values())
-        most, closed = self._most_nbytes(unit), list[Unit]()
-        if not unit.record.holders.are_all or nbytes >= most:
+        nbytes = self._local_nbytes(unit)
+        if not unit.record.holders.are_all or nbytes >= self._bucket_nbytes:
             self.reduce([unit], into)
             return [unit]
-        if self._open_nbytes() + nbytes > most:
+        closed = list[Unit]()
+        if self._open_nbytes() + nbytes > self._bucket_nbytes:
             closed = self.close_bucket(into)
         self._complete[unit] = self._outgoing_share.lease_anyway(nbytes)
+        if self._device.room is not None and not self._device.room.fits(self._most_of_unit_nbytes):
+            closed += self.close_bucket(into)  # the next unit's gradients would have no room beside it
         return closed
 
     def has_complete(self, unit: Unit) -> bool:
@@ -203,13 +212,10 @@ class Reduction:
         return units
 
     def _open_nbytes(self) -> int:
-        units = (self._local.get(unit, {}) for unit in self._complete)
-        return sum(one.values.nbytes for local in units for one in local.values())
+        return sum(map(self._local_nbytes, self._complete))
 
-    def _most_nbytes(self, unit: Unit) -> int:
-        """On an accelerator a bucket takes no more than a unit that comes alone may take."""
-        most = self._bucket_nbytes
-        return most if self._device.room is None else min(most, unit.layout.numel * unit.flat.itemsize)
+    def _local_nbytes(self, unit: Unit) -> int:
+        return sum(one.values.nbytes for one in self._local.get(unit, {}).values())
 
     def reduce(self, units: Iterable[Unit], into: MeanSink) -> None:
         """Begin to reduce local gradients of units, those of the same type in one collective. Every rank does
@@ -311,8 +317,8 @@ class Reduction:
         for unit in units:
             if not self._local.get(unit):
                 continue
-            more = unit.layout.numel * unit.flat.itemsize
-            if bucket and nbytes + more > self._most_nbytes(unit):
+            more = self._local_nbytes(unit)
+            if bucket and nbytes + more > self._bucket_nbytes:
                 self.reduce(bucket, into)
                 bucket, nbytes = [], 0
             bucket.append(unit)

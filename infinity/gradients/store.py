@@ -106,7 +106,7 @@ class GradientStore:
         """Prepare for the gradients of `units`, which come only later."""
         self._at_once = _at_once(units, budget.outgoing_nbytes)
         if self._reduction is not None:
-            self._reduction.open()
+            self._reduction.open(units)
         self._device.room_for_downloads(self._kept)  # the outgoing share's are made ahead
 
     # What a backward brings
@@ -514,12 +514,14 @@ class GradientStore:
 
     def square_sums(self, gradients: Sequence[Gradient]) -> list[float]:
         """Return the fp64 sum of each stored gradient's squares, over all ranks; see `square_sum`."""
+        self.settle_ranks(dict.fromkeys(one.unit for one in gradients))
         self._measure_on_device(gradients)
         return self.ranks.totals([self.square_sum(gradient) for gradient in gradients], "norms")
 
     def square_sum_of_all(self, gradients: Iterable[Gradient]) -> float:
         """Return the fp64 sum of the squares of all these, over all ranks."""
         gradients = list(gradients)
+        self.settle_ranks(dict.fromkeys(one.unit for one in gradients))
         self._measure_on_device(gradients)
         return self.ranks.totals([sum(map(self.square_sum, gradients), 0.0)], "norm")[0]
 

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import enum
 
+_MOST = 1 << 16
+"""Collectives of a step that are remembered: where more follow, no step is."""
 _KEPT = 8
 """Orders that are remembered: a training and its evaluations have two."""
 
@@ -48,7 +50,7 @@ class AgreedOrder:
 
     def begin(self, plan: int | None) -> None:
         """A step begins. plan: the hash of its plan; None where the ranks have not queued the same before."""
-        if plan is not None and self._plan is not None:
+        if plan is not None and self._plan is not None and len(self._done) < _MOST:
             self._known.pop(self._plan, None)
             self._known[self._plan] = self._done
             if len(self._known) > _KEPT:
@@ -61,7 +63,8 @@ class AgreedOrder:
         """A collective comes; return what has to be done first."""
         self.place += 1
         ahead, number = self._ahead, len(self._done)
-        self._done.append(what)
+        if number < _MOST:
+            self._done.append(what)
         if ahead is not None and number < len(ahead) and ahead[number] == what:
             return Agreement.FORESEEN
         self._ahead = None

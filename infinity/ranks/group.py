@@ -113,7 +113,8 @@ class Channel:
 
     def agree_aloud(self, what: str, place: int) -> None:
         """Like `agree`, where other ranks may wait in what was foreseen as the collective number `place`."""
-        store().set(self._said, str(place))
+        with contextlib.suppress(Exception):  # the store may have died with its process
+            store().set(self._said, str(place))
         self.agree(what)
 
     @contextlib.contextmanager
@@ -130,8 +131,12 @@ class Channel:
             self._listen = None
 
     def _come_to_agree(self, what: str, place: int) -> None:
-        meeting = store()
-        if not meeting.check([self._said]) or int(meeting.get(self._said)) != place:
+        try:
+            meeting = store()
+            if not meeting.check([self._said]) or int(meeting.get(self._said)) != place:
+                return
+        except Exception as error:  # it may have died with its process, of which this may not need anything
+            logger.debug("listening to the other ranks", exc_info=error)
             return
         self._listen = None
         try:
