@@ -215,7 +215,8 @@ class Reduction:
         return sum(map(self._local_nbytes, self._complete))
 
     def _local_nbytes(self, unit: Unit) -> int:
-        return sum(one.values.nbytes for one in self._local.get(unit, {}).values())
+        wide = any(one.values.dtype == torch.float32 for one in self._local.get(unit, {}).values())
+        return unit.layout.numel * (4 if wide else unit.flat.itemsize)
 
     def reduce(self, units: Iterable[Unit], into: MeanSink) -> None:
         """Begin to reduce local gradients of units, those of the same type in one collective. Every rank does

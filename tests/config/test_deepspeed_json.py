@@ -61,6 +61,23 @@ def test_the_report_has_a_line_for_every_key():
     assert 'optimizer.type = "AdamW": honoured (Adam, AdamW, SGD, Adagrad, Lion' in str(report)
 
 
+@pytest.mark.parametrize(("precision", "width"), [({"bf16": {"enabled": True}}, 2), ({}, 4)])
+def test_bucket_sizes_in_elements_are_upper_bounds_and_auto_is_none(precision, width):
+    zero = {
+        "reduce_bucket_size": 1e6,
+        "allgather_bucket_size": 5e8,
+        "stage3_prefetch_bucket_size": 2000,
+    }
+    config = Config.from_deepspeed({**precision, "zero_optimization": zero})
+    assert (config.reduce_bucket_nbytes, config.gather_bucket_nbytes) == (1_000_000 * width, 2000 * width)
+    large = Config.from_deepspeed({**precision, "zero_optimization": dict.fromkeys(zero, 5e8)})
+    auto = Config.from_deepspeed({**precision, "zero_optimization": dict.fromkeys(zero, "auto")})
+    assert large == auto
+    assert large.reduce_bucket_nbytes == large.gather_bucket_nbytes == 16 << 20
+    given = read({**precision, "zero_optimization": zero}).report
+    assert {f"zero_optimization.{name}" for name in zero} <= {one.key for one in given.of(Verdict.HONOURED)}
+
+
 def leaves(content):
     for value in content.values():
         yield from leaves(value) if isinstance(value, dict) else [value]

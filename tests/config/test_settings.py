@@ -23,6 +23,8 @@ def test_sizes_and_dtypes_may_be_written_in_every_usual_way():
 
 def test_the_device_has_a_budget_of_its_own_where_it_has_memory_of_its_own():
     config = Config(device="cuda:1", device_memory="1.5 GiB")
+    buckets = Config(gather_bucket="1MiB", reduce_bucket=0)
+    assert (buckets.gather_bucket_nbytes, buckets.reduce_bucket_nbytes) == (1 << 20, 0)
     assert (config.device_nbytes, Config(device="cuda").device_nbytes) == (3 << 29, None)
     assert "device=cuda:1 (1.5 GiB)" in str(config)
 
@@ -70,6 +72,9 @@ def test_a_config_cannot_be_changed():
         ({"aio": "libaio"}, "aio"),
         ({"device": "tpu"}, "device"),
         ({"expert_parallel": 2, "device": "cuda"}, "expert_parallel=2 with device='cuda'"),
+        ({"gather_bucket": -1}, "gather_bucket: -1 is negative; 0: units go one by one"),
+        ({"reduce_bucket": "much"}, "reduce_bucket: 'much' is not a size"),
+        ({"reduce_bucket": None}, "reduce_bucket: expected bytes"),
         ({"expert_parallel": 0}, "expert_parallel=0: expected a number of ranks"),
         ({"expert_parallel": 2, "experts": "whole"}, 'expert_parallel=2.*experts="whole"'),
     ],

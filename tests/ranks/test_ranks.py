@@ -86,12 +86,16 @@ OTHERS = [
     "gathered differently",
     "different ways",
     "failing",
+    "counted",
+    "leaving",
+    "leaving together",
+    "killed",
 ]
 JOINED = ["joined llama", "joined gpt2", "joined mixtral", "joined frozen"]
 CASES = {
     2: [*EXACT[:-1], *OTHERS, *CHOSEN[2:], "nvme traffic of 25m", "whole surgery", *JOINED],
-    3: [*FEW, *JOINED],
-    4: [*FEW, "mesh", "grid", "chosen, nvme", *JOINED],
+    3: [*FEW, *JOINED, "counted", "leaving", "killed"],
+    4: [*FEW, "mesh", "grid", "chosen, nvme", *JOINED, "counted", "leaving", "killed"],
 }
 BY_DEFAULT = {
     *("mixtral", "no_sync", "frozen", "nvme accumulated", "stage 1", "stage 2 backward", "a head in fp32"),
@@ -306,6 +310,43 @@ def test_ranks_that_take_different_ways_are_told_which(answers):
         assert "rank 0: " in error
         assert "rank 1: " in error
         assert "do different things" in error
+
+
+@pytest.mark.parametrize(("ranks", "case"), [of(ranks, "counted") for ranks in CASES])
+def test_a_step_of_twelve_layers_needs_a_few_collectives_and_no_agreement(answers, ranks, case):
+    """One by one it takes 111 of either kind; it took an agreement before each, too: 444."""
+    for one in answers(ranks, case):
+        counts = one["buckets"]["collectives"]
+        assert 2 <= counts["gather"] + counts["reduce"] <= 8
+        assert counts["agree"] == 0
+        assert one["one by one"]["collectives"] == {"gather": 111, "reduce": 111, "agree": 0}
+        assert one["buckets"]["bytes"] == one["one by one"]["bytes"]
+        assert one["buckets"]["bytes"]["reduce"] > 0
+        assert one["same"]
+
+
+@pytest.mark.parametrize(("ranks", "case"), [of(ranks, "leaving") for ranks in CASES])
+def test_ranks_that_leave_what_was_foreseen_are_told_which(answers, ranks, case):
+    for one in answers(ranks, case, fails=True):
+        doing = [f"rank {rank}: assemble {1 + (rank == ranks - 1)}" for rank in range(ranks)]
+        assert "; ".join(doing) in one["error"]
+
+
+def test_ranks_leave_together_what_was_foreseen_and_agree_until_steps_repeat_again(answers):
+    one, other = answers(2, "leaving together")
+    assert one["weights"] == other["weights"]
+    for rank in (one, other):
+        *_, longer, shorter = rank["agreed"]
+        assert (longer, shorter) == (0, 0)
+        assert max(rank["agreed"]) > 0
+
+
+@pytest.mark.parametrize(("ranks", "case"), [of(ranks, "killed") for ranks in CASES])
+def test_a_rank_that_is_killed_in_what_was_foreseen_is_named(answers, ranks, case):
+    *others, _ = answers(ranks, case, fails=True)
+    for one in others:
+        assert f"rank {ranks - 1} did not answer" in one["error"]
+        assert "assemble" in one["error"]
 
 
 def test_a_rank_that_waits_in_vain_says_for_what_and_who_is_missing(answers):
