@@ -167,7 +167,8 @@ class Engine:
     def _open_partition(self) -> Partition | None:
         if self.ranks.size == 1:
             return None
-        buckets = GatherBuckets(self.lane, self.device, self.outgoing_share, self.config.gather_bucket_nbytes)
+        most = self.ranks.least(self.config.gather_bucket_nbytes, "size buckets")
+        buckets = GatherBuckets(self.lane, self.device, self.outgoing_share, most)
         parts = self.ranks, self.lane, self.device, self.timeline, self.units, self.expert_ranks
         return Partition(*parts, buckets)
 

@@ -48,10 +48,7 @@ class Assembler(MatrixOwners, Protocol):
         """Have the ranks that have a unit, which is resident, give it to the others. Every rank calls it."""
 
     def check(self, plan: Plan) -> None:
-        """See that the ranks have the same plan for the step that begins.
-
-        Raises: RanksError naming what differs.
-        """
+        """See that the ranks have the same plan for what begins. Raises: RanksError naming what differs."""
 
 
 class UnitResidency(Residency[Unit, UpdatePass]):
@@ -124,8 +121,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
             of_rank = sum(unit.resident_nbytes for unit in divided if not unit.record.is_elsewhere)
             self._ahead_of_divided.resize(of_rank if keep_resident else ahead_nbytes - left)
             self._ahead.resize(left)
-        if self._assembler is not None:
-            self._assembler.size_buckets(self._ahead.limit_nbytes)
+        self.give_window(self._ahead.limit_nbytes)
         self._uses_of = {phase: [Use(phase, unit.index) for unit in units] for phase in Phase}
         planned = [unit.index for unit in units if unit not in self._routed]
         forward = [self._uses_of[Phase.FORWARD][one] for one in planned]
