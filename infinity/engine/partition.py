@@ -53,6 +53,7 @@ class Partition:
             self._gathers_of_experts = opened("gather experts", expert_ranks.copies)
             self._reduces_of_experts = opened("reduce experts", expert_ranks.copies)
         self._buckets = buckets
+        ranks.before_together(buckets.close)
         self._lanes = dict.fromkeys(
             [self._gathers, self._reduces, self._gathers_of_experts, self._reduces_of_experts]
         )

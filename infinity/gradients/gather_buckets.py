@@ -55,10 +55,10 @@ class GatherBuckets:
         one = Assembly(unit, job, self._lane, self._called_for)
         self._gathers = gathers
         if self._open and self._open_nbytes() + one.nbytes > most:
-            self._close()
+            self.close()
         self._open.append(one)
         if self._open_nbytes() >= most:
-            self._close()
+            self.close()
         return one
 
     def alone(self, unit: Unit, job: Job, gathers: CollectiveLane) -> Job:
@@ -77,9 +77,14 @@ class GatherBuckets:
 
     def _called_for(self, one: Assembly) -> None:
         if one in self._open:
-            self._close()
+            self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Have what is in the open bucket be assembled. All ranks do so before what may fail on some of them:
+        those that replace units meanwhile would wait for the bucket of those that have stopped.
+        """
+        if not self._open:
+            return
         assemblies, self._open = self._open, []
         self._grown = min(2 * self._grown, _FIRST)
         if self._gathers is not None:

@@ -30,6 +30,7 @@ import socket
 import threading
 import time
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -268,6 +269,7 @@ class Ranks:
         self._lost = False
         self._lock = threading.Lock()
         self._channels: list[Channel] = []
+        self._before_together: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.closing: list[Callable[[], object]] = []
         """Called before the connections are closed, to end what uses them."""
         self._control: Channel | None = None
@@ -384,6 +386,10 @@ class Ranks:
         whole = memoryview(rows.numpy())  # type: ignore[arg-type]
         return [bytes(whole[rank * most : rank * most + size]) for rank, size in enumerate(sizes)]
 
+    def before_together(self, call: Callable[[], None]) -> None:
+        """Have a method, whose object this does not keep alive, be called at the begin of each `together`."""
+        self._before_together.append(weakref.WeakMethod(call))
+
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
         """Run something that may fail on some ranks alone: the ranks meet at the end of the `with`, and none
@@ -391,6 +397,9 @@ class Ranks:
 
         Raises: the error of this rank; if it failed on other ranks, RanksError naming them and their reasons.
         """
+        for reference in self._before_together:
+            if (call := reference()) is not None:
+                call()
         try:
             with self.waiting.alone(what):
                 yield
