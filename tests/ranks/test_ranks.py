@@ -342,11 +342,10 @@ def test_ranks_leave_together_what_was_foreseen_and_agree_until_steps_repeat_aga
 
 
 @pytest.mark.parametrize(("ranks", "case"), [of(ranks, "killed") for ranks in CASES])
-def test_a_rank_that_is_killed_in_what_was_foreseen_is_named(answers, ranks, case):
+def test_a_rank_that_is_killed_when_steps_are_foreseen_is_named(answers, ranks, case):
     *others, _ = answers(ranks, case, fails=True)
     for one in others:
         assert f"rank {ranks - 1} did not answer" in one["error"]
-        assert "assemble" in one["error"]
 
 
 def test_a_rank_that_waits_in_vain_says_for_what_and_who_is_missing(answers):
