@@ -156,7 +156,7 @@ class CollectiveLane:
     def _exchange(self, job: Collective) -> None:
         agreement, place = self._order.come(job.what), self._order.place
         if agreement is Agreement.FORESEEN:
-            with self._channel.foreseen(job.what, place):
+            with self._channel.foreseen(job.what, place, self._order.begun_at):
                 job.run(self._channel)
             return
         self.counts["agree"] += 1

@@ -11,7 +11,8 @@ that follows until the next step begins. A rank that goes on as foreseen while a
 waits for data that do not come, and takes part in nothing else: sizes, order and members of what is foreseen
 are the same on every rank, so no data are mixed. The rank that does something else says so in the store
 through which the processes met; the one that waits looks there, comes to the agreement, and both get the
-error that names what each is about to do.
+error that names what each is about to do. It may wait at a later place of the step than the other left it at:
+the rank that gives a unit to the others does not wait for them, and nobody does for one without elements.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class AgreedOrder:
         """Foresee nothing: all is to be agreed on, until a step has begun that was begun before."""
         self.place = 0
         """Collectives since the start: the number of the one that came last."""
+        self.begun_at = 0
+        """The place at which the step began: up to there all ranks have queued the same."""
         self._known: dict[int, list[str]] = {}
         self._plan: int | None = None
         self._done: list[str] = []
@@ -55,7 +58,7 @@ class AgreedOrder:
             self._known[self._plan] = self._done
             if len(self._known) > _KEPT:
                 del self._known[next(iter(self._known))]
-        self._plan, self._aloud = plan, plan is None
+        self._plan, self._aloud, self.begun_at = plan, plan is None, self.place
         self._done = []
         self._ahead = None if plan is None else self._known.get(plan)
 

@@ -119,22 +119,23 @@ class Channel:
         self.agree(what)
 
     @contextlib.contextmanager
-    def foreseen(self, what: str, place: int) -> Iterator[None]:
-        """Do in the `with` what all ranks have foreseen as the collective number `place`. It comes to an
-        agreement after all if another rank says that it does something else.
+    def foreseen(self, what: str, place: int, begun_at: int) -> Iterator[None]:
+        """Do in the `with` what all ranks have foreseen as the collective number `place`, of a step that began
+        behind number `begun_at`. It comes to an agreement after all if another rank says that it does
+        something else, here or at an earlier place of the step, at which this rank had not to wait for it.
 
         Raises: RanksError as `agree` does.
         """
-        self._listen = partial(self._come_to_agree, what, place)
+        self._listen = partial(self._come_to_agree, what, range(begun_at + 1, place + 1))
         try:
             yield
         finally:
             self._listen = None
 
-    def _come_to_agree(self, what: str, place: int) -> None:
+    def _come_to_agree(self, what: str, places: range) -> None:
         try:
             meeting = store()
-            if not meeting.check([self._said]) or int(meeting.get(self._said)) != place:
+            if not meeting.check([self._said]) or int(meeting.get(self._said)) not in places:
                 return
         except Exception as error:  # it may have died with its process, of which this may not need anything
             logger.debug("listening to the other ranks", exc_info=error)
