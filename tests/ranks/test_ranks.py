@@ -88,6 +88,7 @@ OTHERS = [
     "failing",
     "counted",
     "leaving",
+    "leaving behind",
     "leaving together",
     "killed",
 ]
@@ -330,6 +331,11 @@ def test_ranks_that_leave_what_was_foreseen_are_told_which(answers, ranks, case)
     for one in answers(ranks, case, fails=True):
         doing = [f"rank {rank}: assemble {1 + (rank == ranks - 1)}" for rank in range(ranks)]
         assert "; ".join(doing) in one["error"]
+
+
+def test_a_rank_that_left_at_an_earlier_place_than_others_wait_at_is_heard(answers):
+    for one in answers(2, "leaving behind", fails=True):
+        assert "rank 0: assemble 3; rank 1: assemble 2" in one["error"]
 
 
 def test_ranks_leave_together_what_was_foreseen_and_agree_until_steps_repeat_again(answers):

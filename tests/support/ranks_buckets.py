@@ -12,6 +12,7 @@ import infinity
 import models
 import parity
 from infinity.engine.engine import engine_of_model
+from infinity.ranks.group import open_ranks
 
 TWELVE = {**models.SIZES, "num_hidden_layers": 12}
 
@@ -85,6 +86,27 @@ def leaving(after=3):
     return {"error": "none"}
 
 
+def leaving_behind():
+    """Let the last rank say that it does something else, where the others did not wait for it and went on to
+    the next place, as past a unit without elements.
+    """
+    ranks = open_ranks(None, "cpu", 20)
+    channel = ranks.channel(foresees=True)
+    mine = torch.zeros(4)
+    try:
+        if ranks.rank == ranks.size - 1:
+            time.sleep(0.2)  # the others are in what is foreseen
+            channel.agree_aloud("assemble 2", 3)
+        else:
+            with channel.foreseen("assemble 1", 3, 2):
+                pass
+            with channel.foreseen("assemble 3", 4, 2):
+                channel.gather(torch.zeros(4 * ranks.size), mine, "assemble 3")
+    except infinity.RanksError as error:
+        return {"error": str(error)}
+    return {"error": "none"}
+
+
 def leaving_together():
     """Let all ranks leave what was foreseen, as an evaluation, a longer step and state_dict() do."""
     model, optimizer = layers()
@@ -116,6 +138,7 @@ def killed(after=3):
 BUCKETS = {
     "counted": counted,
     "leaving": leaving,
+    "leaving behind": leaving_behind,
     "leaving together": leaving_together,
     "killed": killed,
 }

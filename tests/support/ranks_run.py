@@ -543,7 +543,7 @@ CASES = {
 }
 
 
-LAST = {"different ways", "leaving", "killed", "alone", "failing", "gathered differently"}
+LAST = {"different ways", "leaving", "leaving behind", "killed", "alone", "failing", "gathered differently"}
 """After these the ranks cannot go on together: each has processes of its own, forked from the others."""
 
 
