@@ -120,8 +120,8 @@ class Channel:
 
     @contextlib.contextmanager
     def foreseen(self, what: str, place: int, begun_at: int) -> Iterator[None]:
-        """Do in the `with` what all ranks have foreseen as the collective number `place`, of a step that began
-        behind number `begun_at`. It comes to an agreement after all if another rank says that it does
+        """Do in the `with` what all ranks have foreseen as the collective number `place`, of a step that
+        began behind number `begun_at`. It comes to an agreement after all if another rank says that it does
         something else, here or at an earlier place of the step, at which this rank had not to wait for it.
 
         Raises: RanksError as `agree` does.
