@@ -23,6 +23,7 @@ gradient of no elements. A norm counts what each rank holds, so each expert once
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
@@ -42,6 +43,15 @@ from infinity.ranks.group import Ranks
 from infinity.records.updates import Update
 from infinity.units.meeting import MeetingOfRanks
 from infinity.units.unit import Unit
+
+_UNORDERED = (
+    "a schedule of torch.distributed.pipelining that computes gradients of weights apart from those of "
+    "inputs "
+    "(InterleavedZeroBubble, ZBVZeroBubble, DualPipeV) brings them in an order that differs between ranks, "
+    "which therefore cannot sum them. Use Schedule1F1B or ScheduleInterleaved1F1B where each stage has "
+    "several "
+    "data ranks, or give each rank a process_group of its own."
+)
 
 
 class Updater(Protocol):
@@ -85,6 +95,8 @@ class Arrivals:
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those that have parameters of the engine; see `join`."""
         self._takers: dict[Unit, list[weakref.ref[Updater]]] = {}
+        self._taken: defaultdict[Unit, set[int]] = defaultdict(set)
+        """Parameters whose gradients `take` has taken in since the unit was last complete."""
         self._meeting: MeetingOfRanks | None = None
         self._divided: list[tuple[Unit, int]] = []
         self._ranks: Ranks | None = None
@@ -154,6 +166,28 @@ class Arrivals:
             else:
                 self._use_gradients(unit, updater)
         self._hooks.end_unit(unit)
+
+    def take(self, parameter: nn.Parameter) -> None:
+        """Take in a gradient that torch's pipelining has assigned: see [Note: zero bubbles] in
+        units/pipelines.py.
+
+        Raises: UnsupportedError with several ranks, whose orders differ.
+        """
+        unit, index = self._unit_of(parameter)
+        grad = parameter.grad
+        if self._gradients.shared:
+            parameter.grad = None
+            raise UnsupportedError(_UNORDERED)
+        if grad is not None and not isinstance(grad, OffloadedGradient):
+            _check_dense(grad, unit, index)
+            parameter.grad = None  # should it be refused
+            gradient = self._gradients.arrive(unit, index, self._gradients.received(plain(grad)), keep=True)
+            parameter.grad = OffloadedGradient(parameter, gradient, self._gradients)
+        taken = self._taken[unit]
+        taken.add(index)
+        if all(at in taken or not one.requires_grad for at, one in enumerate(unit.parameters)):
+            taken.clear()
+            self._gradients.settle(unit)
 
     def meet_by(self, meeting: MeetingOfRanks) -> None:
         """Have the ranks meet before they sum what only some may have: see [Note: ranks that choose] in

@@ -75,7 +75,8 @@ def save(
 ) -> None:
     """Save a training to a new folder, which is complete, or, after an error or a kill, not there.
 
-    All ranks call this, with the same folder, on a file system that they share.
+    All ranks call this, with the same folder, on a file system that they share; of a pipeline those of every
+    stage do, with a folder for each stage.
 
     model: built in Init. optimizer: its optimizer; None saves weights and buffers alone. scheduler: its
     state_dict may hold plain values and tensors. extra: plain values and tensors of your own, such as the
@@ -86,11 +87,13 @@ def save(
     Raises: FileExistsError for a folder that may not be replaced, after everything was saved in a new one
     beside it (FOLDER-2, ...; the error's filename2), so that no training is lost; StorageFullError with the
     sizes; CheckpointError naming a value that is not plain; ValueError for a model that was not built in
-    Init; ConfigError if the ranks do not share the folder; RanksError if another rank failed, with its
+    Init; ConfigError if the ranks do not share the folder, or stages do; RanksError if another rank failed,
+    with its
     reason.
     """
     inventory = Inventory(model, optimizer)
     ranks = inventory.engine.ranks
+    inventory.engine.stages.check_apart(folder)
     inventory.engine.exchange.say_approximated(f"a checkpoint in {folder}")
     kept: dict[str, torch.Tensor] = {}
     of_rank = f"extra.{ranks.rank}." if ranks.rank else "extra."

@@ -19,6 +19,7 @@ from infinity.device.device import Device
 from infinity.durable.tiers import NvmeTier
 from infinity.engine.partition import Partition
 from infinity.lane.lane import StreamLane
+from infinity.ranks.group import Ranks
 
 
 class Ending:
@@ -27,6 +28,7 @@ class Ending:
     def __init__(
         self,
         lane: StreamLane,
+        ranks: Ranks,
         partition: Partition | None,
         parts: PartitionedBoundaries | None,
         device: Device,
@@ -34,6 +36,7 @@ class Ending:
     ) -> None:
         """Close these at the end."""
         self._lane, self._partition, self._parts = lane, partition, parts
+        self._ranks = ranks
         self._device, self._store = device, store
         self._first: Callable[[], None] = _nothing
         self._pid = os.getpid()
@@ -55,8 +58,7 @@ class Ending:
         if self._partition is not None:
             self._partition.settle()
         self._lane.close()
-        if self._partition is not None:
-            self._partition.close()
+        self._ranks.close()  # a rank that shares with none may have connections to other stages
         self._device.close()
         self._first()
         if self._store is not None:

@@ -44,7 +44,7 @@ from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import OutgoingShare
 from infinity.planning.budget import Budget, divide, divide_device, least_total
 from infinity.planning.layout import Holders, RecordSchema, lay_out, schema_beside
-from infinity.ranks.group import open_ranks
+from infinity.ranks.group import Ranks
 from infinity.ranks.machine_memory import share_of
 from infinity.records.record import Record, Traffic
 from infinity.records.weights import WEIGHTS, Weights
@@ -64,6 +64,7 @@ from infinity.units.meeting import MeetingOfRanks
 from infinity.units.pinning import Pins
 from infinity.units.released import CONVERSIONS, not_converted, not_resident, owner_of, set_owner
 from infinity.units.residency import UnitResidency
+from infinity.units.stages import Stages, open_with_stages
 from infinity.units.unit import Unit
 
 logger = logging.getLogger("infinity")
@@ -74,25 +75,27 @@ Touch = Callable[[Sequence[nn.Parameter], str, Sequence[Any]], object]
 class Engine:
     """See the module's docstring."""
 
-    def __init__(self, config: Config, process_group: Any = None, copies: Any = None) -> None:
+    def __init__(
+        self, config: Config, process_group: Any = None, copies: Any = None, pipeline_group: Any = None
+    ) -> None:
         """Check the configuration against the machine, meet the other ranks, open the stores and start the
         lanes.
 
         copies: the ranks, as a process group, that hold copies of activations, to be divided; None for none.
+        pipeline_group: likewise, those that have the other stages of a pipeline.
 
         Raises: ConfigError, HostMemoryError, RanksError, or an OSError naming the path.
         """
         self.config = config
-        self.ranks = open_ranks(process_group, choose_device(config), config.timeout_s)
+        self.ranks, self.stages = self._meet(process_group, pipeline_group)
         check_sequences(config.sequence_parallel, self.ranks.size)
         self.schema = config.schema
         self.device = open_device(self.ranks.device)
         self.expert_ranks = self._divide_experts()
         """How ranks divide experts; None where each computes with all."""
         self._on_device = not self.device.is_host
-        self.budget: Budget = divide(
-            share_of(config.host_nbytes, self.ranks), schema=self.schema, on_device=self._on_device
-        )
+        host_nbytes = share_of(config.host_nbytes, self.ranks)
+        self.budget: Budget = divide(host_nbytes, schema=self.schema, on_device=self._on_device)
         self.timeline, self.traffic = Timeline(), Traffic()
         self.units: list[Unit] = []
         self._cut: set[int] = set()
@@ -132,18 +135,17 @@ class Engine:
         self.hooks = Hooks(self.residency, self.parts or self.boundaries)
         if self.boundaries is not None:
             self.hooks.backward_ended.append(self.boundaries.backward_ended)
-        self.arrivals = Arrivals(
-            self.units,
-            self.parameters.unit_of,
-            self.hooks,
-            self.gradients,
-            self.outgoing_share,
-            self.lane,
-            self.durable,
-        )
+        parts = self.gradients, self.outgoing_share, self.lane, self.durable
+        self.arrivals = Arrivals(self.units, self.parameters.unit_of, self.hooks, *parts)
         self.optimizers = self.arrivals.optimizers
         store = self.durable or self.nvme_store
-        self.ending = Ending(self.lane, self.partition, self.parts, self.device, store)
+        self.ending = Ending(self.lane, self.ranks, self.partition, self.parts, self.device, store)
+
+    def _meet(self, process_group: Any, pipeline_group: Any) -> tuple[Ranks, Stages]:
+        """Connect the ranks that share the parameters, and those with the other stages of a pipeline."""
+        durable, place = bool(self.config.durable_steps), choose_device(self.config)
+        groups = process_group, pipeline_group
+        return open_with_stages(*groups, place, self.config.timeout_s, durable=durable)
 
     def _divide_experts(self) -> ExpertRanks | None:
         """Connect the ranks that divide experts, if any do. Raises: ConfigError for a number of ranks that
@@ -182,6 +184,7 @@ class Engine:
             self.residency,
             self.least_total,
             self.ranks,
+            self.stages,
             self.partition,
             deferred=self.config.stage == 1,
             bucket_nbytes=self.config.reduce_bucket_nbytes,
@@ -295,6 +298,8 @@ class Engine:
             for parameter in parameters:
                 set_owner(parameter, self)
                 self.arrivals.catch(parameter)
+        if self.partition is not None:
+            self.partition.check_model()
         largest = max((unit.resident_nbytes for unit in self.units), default=0)
         self.budget = divide(self.budget.total_nbytes, largest, self.schema, on_device=self._on_device)
         self.kept.resize(self.budget.kept_nbytes)
@@ -318,6 +323,7 @@ class Engine:
         rounds = Rounds(self.residency, self.pins if self.durable is None else None)
         self.hooks.round_began.append(rounds.forward_began)
         self.hooks.forward_began.append(rounds.step_goes_on)
+        self.hooks.forward_began.append(self.stages.look)
         if self.partition is not None:
             self.hooks.forward_began.append(ForeignParameters(self.parameters.keeps).look)
         if self.durable is None:
@@ -476,6 +482,10 @@ class Engine:
         if advice.shards():
             raise UnsupportedError(f"{name}: {advice.PARTITIONED}")
         raise not_resident(parameters[0], operation, name)
+
+    def take_gradient(self, parameter: nn.Parameter) -> None:
+        """See released.Owner."""
+        self.arrivals.take(parameter)
 
     @contextlib.contextmanager
     def _aside(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:

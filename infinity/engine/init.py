@@ -72,6 +72,10 @@ class Init:
     partition_activations: the ranks that compute on copies of the same activations, as those of tensor
     parallelism do (a group or a DeviceMesh likewise): each keeps a part of what a checkpointed block saves,
     and they gather it when the backward takes it.
+    pipeline_group: where the model is a stage, or some stages, of a pipeline of
+    torch.distributed.pipelining, one
+    rank of each stage (a group or a DeviceMesh likewise): norms are of all stages' gradients, and the stages
+    divide the machine's host_memory and drives. Without a process_group each rank has its stages for itself.
     frozen: weights that are loaded into a model without values, as by from_pretrained, get
     requires_grad=False. What is built beside them, as PEFT's adapters are, trains as ever, and so does what
     the checkpoint lacks, such as a new head.
@@ -97,16 +101,19 @@ class Init:
         *,
         process_group: Any = None,
         partition_activations: Any = None,
+        pipeline_group: Any = None,
         frozen: bool = False,
         **fields: Any,
     ) -> None:
         """Check the settings."""
         if config is not None and fields:
             raise ConfigError("Init takes a Config or its fields, not both")
-        check_fields(fields, ("config", "process_group", "partition_activations", "frozen"))
+        own = ("config", "process_group", "partition_activations", "pipeline_group", "frozen")
+        check_fields(fields, own)
         self.config = config if config is not None else Config(**fields)
         self._process_group = process_group
         self._copies = partition_activations
+        self._pipeline_group = pipeline_group
         self._frozen = frozen
         self._engine: Engine | None = None
         self._construction: Construction | None = None
@@ -120,7 +127,7 @@ class Init:
                 "Init inside another Init: build models one after the other, and "
                 "call initialize() after the `with`"
             )
-        self._engine = Engine(self.config, self._process_group, self._copies)
+        self._engine = Engine(self.config, self._process_group, self._copies, self._pipeline_group)
         construction = self._construction = Construction(self._engine, frozen=self._frozen)
         self._engine.build_with(construction.touch)
         self._hooks = [
@@ -164,13 +171,17 @@ class Init:
             return
         try:
             if error is None:
-                models = construction.finish()
-                if self.config.sequence_parallel > 1:
-                    _divide_sequences(models)
-                keep_to_budget(engine, models)
+                with engine.stages.ranks.together("building the stages"):
+                    models = construction.finish()
+                    engine.stages.check(has_parameters=bool(engine.units))
+                    if self.config.sequence_parallel > 1:
+                        _divide_sequences(models)
+                    keep_to_budget(engine, models)
         except BaseException:
             engine.close()
             raise
         if error is not None:
+            for ranks in (engine.ranks, engine.stages.ranks):  # which meet when theirs is built
+                ranks.post_failure(f"{type(error).__name__}: {error}")
             engine.close()
             construction.failed(error)

@@ -10,6 +10,7 @@ import xxhash
 
 from infinity.device.device import Device
 from infinity.engine.expert_ranks import ExpertRanks
+from infinity.errors import RanksError
 from infinity.gradients.collectives import Collecting, CollectiveLane, Spreading
 from infinity.gradients.gather_buckets import GatherBuckets
 from infinity.gradients.matrices import Orthogonalizing
@@ -61,6 +62,26 @@ class Partition:
         self._device = device
         self._units = units
         self._digest: tuple[Plan | None, int] = None, 0
+
+    def check_model(self) -> None:
+        """See that every rank has built the same. Raises: RanksError, on every rank, where that is not so."""
+        found = xxhash.xxh3_64()
+        for unit in self._units:
+            text = "\n".join([unit.name, *(f"{one.name} {one.shape}" for one in unit.layout.segments)])
+            found.update(text.encode())
+        numel = sum(unit.layout.numel for unit in self._units)
+        mine = [found.intdigest() >> 1, len(self._units), numel]
+        rows = self.ranks.of_all(mine, "compare models")
+        if any(row != rows[0] for row in rows):
+            built = ", ".join(
+                f"rank {rank} {numel:,} in {units} modules" for rank, (_, units, numel) in enumerate(rows)
+            )
+            raise RanksError(
+                f"the ranks that share a model have built different ones, of parameters: {built}. All "
+                "ranks of a "
+                "process_group build the same. The stages of a pipeline are models of their own: "
+                'Init(..., process_group=mesh["dp"], pipeline_group=mesh["pp"]).'
+            )
 
     def assemble(self, unit: Unit, job: Job) -> Job:
         """See residency.Assembler."""
@@ -148,7 +169,3 @@ class Partition:
         """End the lanes of collectives, while everything that they use is still there."""
         for lane in self._lanes:
             lane.close()
-
-    def close(self) -> None:
-        """Close the connections."""
-        self.ranks.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -23,6 +23,7 @@ from infinity.errors import NotResidentError, UnsupportedError
 from infinity.gradients.gradient import GONE, Gradient
 from infinity.gradients.store import GradientStore
 from infinity.tensors import digest, is_part
+from infinity.units import pipelines
 from infinity.units.unit import Unit
 
 
@@ -153,6 +154,8 @@ class OffloadedGradient(Thin):
     ) -> Any:
         """Run `func` where the gradient lies if it can be, else on dense values."""
         special = _OPERATIONS.get(func.overloadpacket.__name__)
+        if special in (_norm, _norms, _unscale):
+            _check_kept(_measured_together() if special is not _unscale else args[0])
         if special is not None and _all_whole(args[0]):
             answer = special(*args, **(kwargs or {}))
             if answer is not NotImplemented:
@@ -327,24 +330,81 @@ def _all_whole(grads: Any) -> bool:
     return all(isinstance(one, OffloadedGradient) for one in (grads if isinstance(grads, list) else [grads]))
 
 
+def _check_kept(grads: Sequence[Any]) -> None:
+    """Raise UnsupportedError if some of the gradients that are looked at together over a pipeline are
+    ordinary tensors, of which other stages would not know.
+    """
+    kept = [one for one in grads if isinstance(one, OffloadedGradient)]
+    others = [one for one in grads if not isinstance(one, OffloadedGradient)]
+    if others and any(one.store.stages.in_pipeline for one in kept):
+        raise UnsupportedError(
+            f"clip_grad_norm_ or GradScaler over a pipeline, of {len(kept)} offloaded gradients and "
+            f"{len(others)} ordinary tensors, the first of shape {tuple(others[0].shape)}: the other stages "
+            "would not know of these. Likely cause: p.grad was assigned. Change it in place "
+            "(p.grad.copy_(...)), or give the optimizer max_norm, which takes in what was assigned."
+        )
+
+
 def _norm(grad: OffloadedGradient, order: Any = 2, *rest: Any, **named: Any) -> Any:
-    if order != 2 or rest or named:
-        return NotImplemented
-    return _norms([grad])[0]
+    answer = _norms([grad], order, *rest, **named)
+    return answer if answer is NotImplemented else answer[0]
 
 
 def _norms(grads: list[OffloadedGradient], order: Any = 2, *rest: Any, **named: Any) -> Any:
+    together = [one for one in _measured_together() if isinstance(one, OffloadedGradient)]
     if order != 2 or rest or named:
+        if any(one.store.stages.several for one in together):
+            raise UnsupportedError(
+                f"clipping by the norm of order {order} over a pipeline: stages sum the norm of order 2 "
+                "alone. Clip "
+                "by that, clip_grad_norm_(parameters, max_norm), or by value, clip_grad_value_."
+            )
         return NotImplemented
     sums: dict[int, float] = {}
     for store in dict.fromkeys(grad.store for grad in grads):
         ours = [grad.gradient for grad in grads if grad.store is store]
         sums.update(zip(map(id, ours), store.square_sums(ours), strict=True))
     norms = [math.sqrt(sums[id(grad.gradient)]) * float(grad.gradient.scale) for grad in grads]
+    for number, grad in enumerate(grads):
+        others = _of_other_stages(grad, together)
+        if others:
+            norms[number] = math.sqrt(norms[number] ** 2 + sum(others))
     device = grads[0].device
     if len(norms) == 1:  # as clip_grad_norm_ asks for each: a kernel, for which the host does not wait
         return [torch.full((), norms[0], dtype=torch.float64, device=device)]
     return list(torch.tensor(norms, dtype=torch.float64, device=device))  # one copy to the device
+
+
+_TOTALS = ("get_total_norm", "_get_total_norm", "clip_grad_norm_")
+"""Functions of torch that take the norms of gradients for one; its name depends on the version."""
+
+
+def _measured_together() -> list[torch.Tensor]:
+    """Return the gradients of which torch makes one norm; none where it is asked for some by themselves."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == clip_grad.__name__ and frame.f_code.co_name in _TOTALS:
+            grads = frame.f_locals.get("tensors", frame.f_locals.get("grads"))
+            return [grads] if isinstance(grads, torch.Tensor) else list(grads or [])
+        frame = frame.f_back
+    return []
+
+
+def _of_other_stages(grad: OffloadedGradient, together: list[OffloadedGradient]) -> list[float]:
+    """Return the sums of squares of the other stages' gradients where `grad` stands for them: the first of
+    its engine's
+    among those of which torch makes one norm, which is then that of the whole pipeline.
+    """
+    ours = [one for one in together if one.store is grad.store]
+    if not ours or ours[0] is not grad:
+        return []
+    store, stages = grad.store, grad.store.stages
+    own = 0.0
+    if stages.several:
+        sums = store.square_sums([one.gradient for one in ours])
+        own = sum(total * float(one.gradient.scale) ** 2 for total, one in zip(sums, ours, strict=True))
+    every = stages.each(own, "clip_grad_norm_")
+    return [one for stage, one in enumerate(every) if stage != stages.ranks.rank]
 
 
 def _multiply(grad: OffloadedGradient, factor: Any) -> Any:
@@ -399,10 +459,11 @@ def _number(factor: Any) -> float:
 
 
 def _unscale(grads: list[OffloadedGradient], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
-    """Scale all, for GradScaler, and say whether any, on any rank, was not finite before."""
+    """Scale all, for GradScaler, and say whether any, on any rank, of any stage, was not finite before."""
     for store in dict.fromkeys(grad.store for grad in grads):
         sums = store.square_sums([grad.gradient for grad in grads if grad.store is store])
-        if not all(map(math.isfinite, sums)):
+        overflows = store.stages.each(float(not all(map(math.isfinite, sums))), "loss scaling")
+        if any(overflows):
             found_inf.fill_(1)
     number = float(inverse)
     for grad in grads:
@@ -411,9 +472,12 @@ def _unscale(grads: list[OffloadedGradient], found_inf: torch.Tensor, inverse: t
 
 
 def _add(grad: OffloadedGradient, new: Any, *, alpha: Any = 1) -> Any:
-    """Accumulate, where autograd adds; a sum that others make is computed on dense values."""
+    """Accumulate, where autograd adds, or torch's pipelining in its place; a sum that others make is
+    computed on
+    dense values.
+    """
     if (
-        torch._C._current_graph_task_id() == -1
+        not (torch._C._current_graph_task_id() != -1 or pipelines.brings_gradients(sys._getframe(2)))
         or not isinstance(new, torch.Tensor)
         or isinstance(new, Thin)
         or alpha != 1

@@ -34,6 +34,7 @@ from infinity.storage.store import DONE, Future, HostStore, Store
 from infinity.tensors import is_part
 from infinity.units.device_updates import DeviceUpdates
 from infinity.units.residency import UnitResidency
+from infinity.units.stages import Stages
 from infinity.units.unit import Unit
 
 _OWN_NBYTES = 1 << 18
@@ -60,6 +61,7 @@ class GradientStore:
         residency: UnitResidency,
         least_total: Callable[[str], int],
         ranks: Ranks,
+        stages: Stages,
         peers: Peers | None,
         *,
         deferred: bool,
@@ -78,6 +80,7 @@ class GradientStore:
         self._residency = residency
         self._least_total = least_total
         self.ranks = ranks
+        self.stages = stages
         self._peers = peers
         self._reduction: Reduction | None = None
         if peers is not None:
@@ -519,11 +522,12 @@ class GradientStore:
         return self.ranks.totals([self.square_sum(gradient) for gradient in gradients], "norms")
 
     def square_sum_of_all(self, gradients: Iterable[Gradient]) -> float:
-        """Return the fp64 sum of the squares of all these, over all ranks."""
+        """Return the fp64 sum of the squares of all these, over all ranks and stages."""
         gradients = list(gradients)
         self.settle_ranks(dict.fromkeys(one.unit for one in gradients))
         self._measure_on_device(gradients)
-        return self.ranks.totals([sum(map(self.square_sum, gradients), 0.0)], "norm")[0]
+        own = self.ranks.totals([sum(map(self.square_sum, gradients), 0.0)], "norm")[0]
+        return sum(self.stages.each(own, "the norm of the gradients"))
 
     def square_sum(self, gradient: Gradient) -> float:
         """Return the fp64 sum of the squares of what this rank has of a stored gradient, without clipping;

@@ -296,6 +296,14 @@ class Ranks:
         number = list(numbers).index(self.rank)
         return Ranks(members, number, self._backend, self._timeout_s, self.device)
 
+    def share_machine(self, others: Ranks) -> None:
+        """Count the ranks of other engines, one of each in `others`, among those of this machine."""
+        here = _machine()
+        rows = others.of_all([here, self.local_size], "meeting")
+        near = [(rank, size) for rank, (machine, size) in enumerate(rows) if machine == here]
+        self.local_rank += sum(size for rank, size in near if rank < others.rank)
+        self.local_size = sum(size for _, size in near)
+
     def _await_all(self) -> None:
         """Return when every rank has come.
 
@@ -318,7 +326,7 @@ class Ranks:
     def _neighbours(self) -> list[int]:
         if self._control is None:
             return [self.rank]
-        here = xxhash.xxh3_64_intdigest(socket.gethostname().encode()) >> 1
+        here = _machine()
         rows = self._control.integers([here], "meeting")
         return [rank for rank, row in enumerate(rows) if row == [here]]
 
@@ -483,6 +491,11 @@ def _from_the_difference(texts: list[str]) -> list[str]:
     said = ["; ".join(one[same:]) or "nothing more" for one in parts]
     begin = f"{texts[0].split(' ')[0]} {same} others, then " if same else ""
     return [begin + brief(one) for one in said]
+
+
+def _machine() -> int:
+    """Return a number of 63 bits that stands for this machine."""
+    return xxhash.xxh3_64_intdigest(socket.gethostname().encode()) >> 1
 
 
 def _in_one_line(error: Exception) -> str:

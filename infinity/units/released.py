@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.errors import NotResidentError, UnsupportedError
-from infinity.units import advice
+from infinity.units import advice, pipelines
 from infinity.units.aside import Aside
 from infinity.units.attached import DATA, call
 
@@ -85,6 +85,9 @@ class Owner(Protocol):
         what holds them aside for it.
         """
 
+    def take_gradient(self, parameter: nn.Parameter) -> None:
+        """Take in the gradient that torch's pipelining has assigned to `parameter`."""
+
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -124,12 +127,13 @@ class Released(nn.Parameter):
     ) -> Any:
         """Answer metadata; take everything else to the owner."""
         kwargs = kwargs or {}
-        if _is_metadata(func, args):
+        if _is_metadata(func, args) or pipelines.looks_for_node(sys._getframe(1)):
             with torch._C.DisableTorchFunctionSubclass():
                 caller = sys._getframe(1)
                 if caller.f_code is advice.ADDING:
                     _see_optimizer(args[0], caller.f_locals["self"])
-                return func(*args, **kwargs)
+                answer = func(*args, **kwargs)
+            return _taken_in(answer, func, args, caller)
         parameters = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is Released]
         operation = _name(func)
         first = args[0] if args else kwargs.get("input")
@@ -194,6 +198,18 @@ def _see_optimizer(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) ->
     if advice.is_foreign(optimizer):
         shape = tuple(parameter.shape)
         raise UnsupportedError(f"a parameter of shape {shape}: {advice.in_place_of(optimizer)}")
+
+
+def _taken_in(answer: Any, func: Callable[..., Any], args: tuple[Any, ...], caller: FrameType) -> Any:
+    """Return `answer`, of a call that is over, having taken in the gradient that torch's pipelining
+    assigned by it.
+    """
+    if len(args) > 1 and _name(func) == "grad" and pipelines.brings_gradients(caller):
+        owner = owner_of(args[0])
+        if owner is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                owner.take_gradient(args[0])
+    return answer
 
 
 def not_resident(parameter: nn.Parameter, operation: str, name: str | None = None) -> NotResidentError:

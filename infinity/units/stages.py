@@ -1,0 +1,162 @@
+"""The other stages of a pipeline, where an engine has one or some: what holds of all of them together.
+
+[Note: stages]
+Stages exchange activations by torch.distributed.pipelining, and nothing of their engines: each has
+parameters,
+NVMe and a plan of its own. What is one for all of them is said by `Init(pipeline_group=...)`, which names,
+for
+each rank, the ranks with the other stages: the norm of all gradients, whether any overflowed, and the
+machine's
+memory and drives. The ranks that share a stage have the same gradients, so each column of a mesh (data,
+pipeline)
+sums by itself, in the order of stages, and every parameter is counted once.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+import xxhash
+
+from infinity.errors import ConfigError, UnsupportedError
+from infinity.ranks.group import ALONE, Ranks, open_ranks
+from infinity.units.pipelines import stage_that_runs
+
+_CURE = (
+    'Name the ranks that have the other stages, on every rank: Init(..., process_group=mesh["dp"], '
+    'pipeline_group=mesh["pp"]).'
+)
+
+
+class Stages:
+    """See [Note: stages]. A model that is whole is one stage."""
+
+    def __init__(self, ranks: Ranks = ALONE, *, durable: bool = False) -> None:
+        """Know the stages that `ranks` connects, one of each. durable: whether steps are committed."""
+        self._ranks = ranks
+        self._durable = durable
+        self._alone: str | None = None
+        """What torch's pipelining said of a pipeline that no group names."""
+
+    @property
+    def several(self) -> bool:
+        """Whether there are other stages."""
+        return self._ranks.size > 1
+
+    @property
+    def in_pipeline(self) -> bool:
+        """Whether there are other stages, known to this one or not."""
+        return self.several or self._alone is not None
+
+    def look(self, _module: object) -> None:
+        """A forward begins: see whether a pipeline runs it whose other stages are not known.
+
+        Raises: UnsupportedError for a durable run, whose commits know one stage alone.
+        """
+        if self.several or self._alone is not None:
+            return
+        stage = stage_that_runs()
+        if stage is not None and stage.group_size > 1:
+            if self._durable:
+                raise UnsupportedError(_NOT_DURABLE)
+            self._alone = f"stage {stage.stage_index} of {stage.num_stages} on {stage.group_size} ranks"
+
+    def each(self, value: float, what: str) -> list[float]:
+        """Return a value of every rank's stage, in their order.
+
+        Raises: UnsupportedError where there are stages that are not known; RanksError where they ask for
+        different things.
+        """
+        if self._alone is not None:
+            raise UnsupportedError(
+                f"{what} over a pipeline: this engine knows its own parameters alone, and they are "
+                f"{self._alone}. {_CURE}"
+            )
+        what = f"{what} over all stages"
+        self._ranks.agree(what)  # a norm must not be taken for another's overflow
+        own = [0.0] * self._ranks.size
+        own[self._ranks.rank] = value
+        return self._ranks.totals(own, what)
+
+    def check(self, *, has_parameters: bool) -> None:
+        """Check one of several stages, when it is built. Raises: ConfigError if it has no parameters."""
+        if self.several and not has_parameters:
+            raise ConfigError(
+                f"stage {self._ranks.rank} of {self._ranks.size} in pipeline_group (rank {dist.get_rank()} "
+                "of the "
+                "world) has built no parameters in this Init. Build the modules of a rank's stages inside "
+                "it, and "
+                "cut the model so that each rank has some."
+            )
+
+    def check_apart(self, folder: str | os.PathLike[str]) -> None:
+        """See that every stage writes to a folder of its own. Every rank of pipeline_group calls it.
+
+        Raises: ConfigError, on all of them, naming the stages that do not.
+        """
+        if not self.several:
+            return
+        path = os.path.realpath(folder)
+        mine = xxhash.xxh3_64_intdigest(path.encode()) >> 1
+        rows = self._ranks.of_all([mine], "compare folders of stages")
+        same = [str(stage) for stage, row in enumerate(rows) if rows.count(row) > 1]
+        if same:
+            raise ConfigError(
+                f"ranks {', '.join(same)} of pipeline_group save to one folder (this one to {path}), and "
+                "each would "
+                "replace what another has written. Give every stage a folder of its own, such as "
+                f"{path}/stage-{self._ranks.rank}, to save and to load."
+            )
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks with the other stages, this one among them."""
+        return self._ranks
+
+
+_NOT_DURABLE = (
+    "durable=True with a pipeline: the ranks of one stage commit their steps, and others might be a step "
+    "ahead after "
+    "a crash. Leave it out, and call infinity.save on every rank, with a folder for each stage."
+)
+
+
+def open_with_stages(
+    process_group: Any, pipeline_group: Any, device: str, timeout_s: float, *, durable: bool
+) -> tuple[Ranks, Stages]:
+    """Connect the ranks that share an engine's parameters, and those that have the other stages of a
+    pipeline;
+    without a process_group each rank has its stages for itself. They divide their machine's memory and
+    drives.
+
+    Raises: ConfigError for groups that do not cross in this rank alone, and for durable runs of several
+    stages.
+    """
+    if pipeline_group is None:
+        return open_ranks(process_group, device, timeout_s), Stages(durable=durable)
+    if process_group is not None:
+        ranks = open_ranks(process_group, device, timeout_s)
+        others = open_ranks(pipeline_group, device, timeout_s)
+        both = sorted({*ranks.members} & {*others.members})
+        wrong = (
+            f"process_group and pipeline_group have ranks {both} in common. process_group is of the ranks "
+            "that "
+            'share a stage (mesh["dp"]), pipeline_group of one rank of each stage (mesh["pp"])'
+        ) * (len(both) > 1)
+    else:
+        others = open_ranks(pipeline_group, device, timeout_s)
+        ranks = others.some([others.rank])
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        wrong = (
+            f"pipeline_group has {others.size} of {world} ranks: say which ranks share this stage, too, by "
+            'process_group=mesh["dp"]'
+        ) * (others.size < world)
+    if wrong or (durable and others.size > 1):
+        ranks.close()
+        others.close()
+        raise ConfigError(wrong or _NOT_DURABLE)
+    ranks.share_machine(others)
+    ranks.closing.append(others.close)
+    return ranks, Stages(others, durable=durable)

@@ -1,0 +1,200 @@
+"""Stages of torch's pipelines, an engine for each rank's: real processes over gloo. What they do is in
+pipeline_run.py.
+
+Losses, weights and moments of all stages are compared bit for bit with the same pipeline in memory. Nothing
+is faked.
+"""
+
+import functools
+import json
+
+import pytest
+
+from launches import forked
+from places import SUPPORT
+
+EXACT = [
+    "gpipe, fp32, tight, max_norm",
+    "1f1b, bf16, tight, clip_grad_norm_, checkpointed",
+    "1f1b, bf16, accumulated",
+    "interleaved, bf16, tight, looked at",
+    "zero bubble, bf16, tight, max_norm",
+    "zero bubble, fp32, clip_grad_norm_, frozen",
+    "zbv, fp32, tied",
+    "dual pipe, bf16, frozen",
+]
+MORE = [
+    f"{kind}, {dtype}{options}"
+    for kind in ("gpipe", "1f1b", "interleaved", "looped", "zero bubble", "zbv", "dual pipe")
+    for dtype in ("fp32", "bf16")
+    for options in ("", ", tight", ", tight, max_norm, accumulated", ", clip_grad_norm_")
+]
+DIVIDED = [
+    "gpipe, fp32, max_norm",
+    "1f1b, bf16, tight, clip_grad_norm_",
+    "interleaved, bf16, tight, max_norm",
+]
+DEEP = ["1f1b, bf16, tight, max_norm", "zero bubble, bf16, tight, clip_grad_norm_", "zbv, fp32, max_norm"]
+OTHERS = ["unnamed", "wrong", "resumed", "overflow", "shared", "forgotten", "disagreeing", "default device"]
+ASSIGNED = ["assigned", "assigned one by one"]
+LAUNCHES = {
+    "two ranks": (2, 1, [*EXACT, *OTHERS, *ASSIGNED]),
+    "more": (2, 1, [*MORE, "resumed zero bubble"]),
+    "dying": (2, 1, ["dying"]),
+    "at once": (2, 1, ["at once"]),
+    "two stages of two ranks": (4, 2, [*DIVIDED, "resumed", "shared", "divided"]),
+    "four ranks": (4, 1, DEEP),
+}
+"""Ranks, ranks that share a stage, and cases of each launch. A rank that raises amid a schedule ends it."""
+
+pytestmark = [pytest.mark.multi, pytest.mark.disk]
+
+
+def of(launch):
+    """Return the cases of a launch that train, as parameters."""
+    marks = [] if launch == "two ranks" else [pytest.mark.slow]
+    trained = [one for one in LAUNCHES[launch][2] if ", " in one]
+    return [pytest.param(launch, case, id=f"{launch}-{case}", marks=marks) for case in trained]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """Return a function that says what each rank of a launch answers in a case."""
+
+    @functools.cache
+    def all_of(launch):
+        ranks, data, cases = LAUNCHES[launch]
+        folder = tmp_path_factory.mktemp("pipeline")
+        forked(ranks, SUPPORT / "pipeline_run.py", folder, data, *cases)
+        files = [folder / f"{rank}.json" for rank in range(ranks)]
+        return [json.loads(one.read_text(encoding="utf-8")) for one in files if one.exists()]
+
+    def answer(launch, case):
+        given = [one[case] for one in all_of(launch)]
+        assert [one["trace"] for one in given if "trace" in one] == []
+        return given
+
+    return answer
+
+
+@pytest.mark.parametrize(("launch", "case"), [one for launch in LAUNCHES for one in of(launch)])
+def test_a_pipeline_trains_bit_for_bit_as_in_memory(answers, launch, case):
+    given = answers(launch, case)
+    assert [one["different"] for one in given] == [[]] * len(given)
+    assert all(one["losses"] for one in given)
+    if "tight" in case:
+        assert min(one["nvme"] for one in given) > 0
+
+
+@pytest.mark.parametrize(("launch", "case"), [one for launch in LAUNCHES for one in of(launch)])
+def test_each_stage_fetches_what_its_schedule_uses_next(answers, launch, case):
+    """The third step is as the second, so that its plan knows every use."""
+    for one in answers(launch, case):
+        assert one["uses"] > 0
+        assert one["hits"] >= one["uses"]
+
+
+@pytest.mark.parametrize("case", [one for one in EXACT if "norm" in one])
+def test_the_norm_is_of_the_gradients_of_all_stages(answers, case):
+    one, other = answers("two ranks", case)
+    assert one["norms"] == pytest.approx(other["norms"], rel=1e-12)
+    assert max(one["norms differ"], other["norms differ"]) < 1e-12
+
+
+def test_norms_and_scalers_are_refused_where_no_group_names_the_other_stages(answers):
+    for rank, one in enumerate(answers("two ranks", "unnamed")):
+        assert set(one) == {"max_norm", "clip_grad_norm_", "GradScaler"}
+        for text in one.values():
+            assert text.startswith("UnsupportedError")
+            assert f"stage {rank} of 2 on 2 ranks" in text
+            assert 'pipeline_group=mesh["pp"]' in text
+
+
+def test_what_does_not_fit_a_pipeline_is_refused_by_name_on_all_ranks(answers):
+    first, second = answers("two ranks", "wrong")
+    assert (
+        "ConfigError: stage 1 of 2 in pipeline_group (rank 1 of the world) has built no param"
+        in second["empty"]
+    )
+    assert "RanksError" in first["empty"]
+    assert "rank 1: ConfigError: stage 1 of 2" in first["empty"]
+    for one in (first, second):
+        assert one["durable"].startswith("ConfigError: durable=True with a pipeline")
+        assert "have ranks [0, 1] in common" in one["one group"]
+        assert one["one folder"].startswith("ConfigError: ranks 0, 1 of pipeline_group save to one folder")
+        assert one["order"].startswith("UnsupportedError: clipping by the norm of order inf over a pipeline")
+
+
+@pytest.mark.parametrize("case", ["other stage", "other rank"])
+def test_an_error_while_a_rank_builds_is_told_to_those_that_wait_for_it(answers, case):
+    first, second = answers("two ranks", "wrong")
+    assert second[case] == "KeyError: 'no weights'"
+    assert "RanksError" in first[case]
+    assert "rank 1: KeyError: 'no weights'" in first[case]
+
+
+def test_ranks_that_build_different_models_in_one_group_are_told_of_stages(answers):
+    for one in answers("two ranks", "forgotten"):
+        assert one["error"].startswith("RanksError: the ranks that share a model have built different ones")
+        assert 'pipeline_group=mesh["pp"]' in one["error"]
+
+
+def test_every_stage_goes_on_from_a_checkpoint_of_its_own(answers):
+    assert [one["different"] for one in answers("two ranks", "resumed")] == [[], []]
+
+
+def test_an_overflow_in_one_stage_leaves_the_step_out_in_all(answers):
+    for one in answers("two ranks", "overflow"):
+        assert one == {"scales": [256.0, 128.0, 128.0, 256.0], "steps": [3]}
+
+
+def test_stages_on_one_machine_divide_its_memory_and_drives(answers):
+    given = answers("two ranks", "shared")
+    assert [one["local"] for one in given] == [[0, 2], [1, 2]]
+    assert {(one["budget"], one["ranks"]) for one in given} == {(32 << 20, 1)}
+
+
+def test_a_rank_that_dies_is_named_where_stages_meet(answers):
+    (left,) = answers("dying", "dying")
+    assert "RanksError: rank 0 of 2: the norm of the gradients over all stages failed" in left["error"]
+    assert "rank 1 did not answer" in left["error"]
+
+
+@pytest.mark.parametrize("case", ASSIGNED)
+def test_clipping_refuses_gradients_of_which_other_stages_would_not_know(answers, case):
+    for one in answers("two ranks", case):
+        assert one["error"].startswith("UnsupportedError: clip_grad_norm_ or GradScaler over a pipeline")
+        assert "1 ordinary tensors" in one["error"]
+
+
+def test_stages_that_ask_for_different_things_are_told(answers):
+    for one in answers("two ranks", "disagreeing"):
+        assert "rank 0: loss scaling over all stages; rank 1: clip_grad_norm_ over all" in one["error"]
+
+
+def test_schedules_without_bubbles_train_under_a_default_device(answers):
+    assert [one["different"] for one in answers("two ranks", "default device")] == [[], []]
+
+
+@pytest.mark.slow
+def test_updates_in_the_backward_are_refused_where_another_microbatch_is_in_flight(answers):
+    assert "its parameters were changed" in answers("at once", "at once")[1]["error"]
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_stage_divide_the_machine_and_go_on_from_its_checkpoint(answers):
+    given = answers("two stages of two ranks", "shared")
+    assert sorted(one["local"] for one in given) == [[0, 4], [1, 4], [2, 4], [3, 4]]
+    assert {(one["budget"], one["ranks"]) for one in given} == {(16 << 20, 2)}
+    assert [one["different"] for one in answers("two stages of two ranks", "resumed")] == [[]] * 4
+
+
+@pytest.mark.slow
+def test_schedules_without_bubbles_are_refused_where_ranks_share_a_stage(answers):
+    for one in answers("two stages of two ranks", "divided"):
+        assert "brings them in an order that differs between ranks" in one["error"]
+
+
+@pytest.mark.slow
+def test_every_stage_of_a_schedule_without_bubbles_goes_on_from_a_checkpoint(answers):
+    assert [one["different"] for one in answers("more", "resumed zero bubble")] == [[], []]
