@@ -425,7 +425,8 @@ def _kernels(options: argparse.Namespace) -> Rates:
     """Return the rates of this machine's cores."""
     found = cores.cores(options.state_dtype)
     update = options.update_rate * 1e9 if options.update_rate else found.update
-    return Rates(Disk(1.0, 1.0, 1.0), update, found.checked, found.copied, shared=found.shared)
+    disk = Disk(1.0, 1.0, 1.0)
+    return Rates(disk, update, checked=found.checked, copied=found.copied, shared=found.shared)
 
 
 def _seconds(options: argparse.Namespace, outline: Outline, console: Console) -> float | None:

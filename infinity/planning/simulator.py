@@ -43,8 +43,6 @@ class Rates:
     disk: Speed
     update: float = math.inf
     """Elements that the update's kernel steps."""
-    device_update: float = math.inf
-    """Elements of records that live on an accelerator that it steps."""
     checked: float = math.inf
     """Bytes that are hashed, after a read and before a write."""
     copied: float = math.inf
@@ -72,6 +70,8 @@ class Rates:
     """Bytes from host memory to an accelerator."""
     down: float = math.inf
     """Bytes from an accelerator to host memory."""
+    device_update: float = math.inf
+    """Elements of records that live on an accelerator that it steps."""
 
 
 class Clock:
