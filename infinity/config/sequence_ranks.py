@@ -13,10 +13,9 @@ def check_sequences(size: Any, ranks: int) -> None:
     Raises: ConfigError, with the numbers that work.
     """
     if not isinstance(size, int) or size < 1 or ranks % size:
-        works = ", ".join(str(one) for one in range(1, ranks + 1) if ranks % one == 0)
         raise ConfigError(
             f"sequence_parallel={size}: {ranks} ranks cannot be divided into sequences of {size} ranks each. "
-            f"Of {ranks} ranks, {works} may share a sequence"
+            f"Of {ranks} ranks, {_divisors(ranks)} may share a sequence"
         )
 
 
@@ -26,10 +25,9 @@ def check_expert_ranks(size: int, ranks: int) -> None:
     Raises: ConfigError, with the numbers that work.
     """
     if ranks % size:
-        works = ", ".join(str(one) for one in range(1, ranks + 1) if ranks % one == 0)
         raise ConfigError(
             f"expert_parallel={size}: {ranks} ranks cannot be divided into groups of {size} that have all "
-            f"experts between them. Of {ranks} ranks, {works} may divide experts"
+            f"experts between them. Of {ranks} ranks, {_divisors(ranks)} may divide experts"
         )
 
 
@@ -39,8 +37,11 @@ def check_experts(count: int, size: int, name: str) -> None:
     Raises: ConfigError, with the numbers that work.
     """
     if count % size:
-        works = ", ".join(str(one) for one in range(1, count + 1) if count % one == 0)
         raise ConfigError(
             f"expert_parallel={size}: the {count} experts of {name} cannot be divided into equal parts for "
-            f"{size} ranks. Of {count} experts, {works} ranks may have equal parts"
+            f"{size} ranks. Of {count} experts, {_divisors(count)} ranks may have equal parts"
         )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(one) for one in range(1, number + 1) if number % one == 0)
