@@ -14,6 +14,7 @@ from infinity.planning.layout import ALIGN_NUMEL, lay_out, tiles
 from infinity.records.record import Record, Traffic
 from infinity.storage.memory import Ledger, Pool
 from infinity.storage.store import HostStore
+from leftovers import held, left_since
 
 TILE = ALIGN_NUMEL
 
@@ -269,10 +270,10 @@ def test_a_read_that_comes_back_wrong_once_is_refused(seed):
 
 
 def test_a_closed_lane_refuses_work_and_its_thread_is_gone(seed):
-    before = threading.active_count()
+    before = held()
     lane = StreamLane(Pool(TILE * 16, 2))
     lane.close()
-    assert threading.active_count() == before
+    assert left_since(before) == []
     with pytest.raises(EngineFailedError, match="closed"):
         lane.submit(
             ReadPass(record_on(FakeDisk(seed), [10]), 0, TILE, {"hi": torch.empty(10, dtype=torch.bfloat16)})

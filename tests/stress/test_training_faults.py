@@ -4,13 +4,11 @@ Faults are injected in the C core.
 """
 
 import errno
-import gc
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from infinity.aio import IoError, StorageFullError
 from infinity.aio.faults import inject
 from infinity.engine.engine import engine_of_model
 from launches import Program
+from leftovers import held, left_since
 from places import SUPPORT
 
 pytestmark = [pytest.mark.disk, pytest.mark.timeout(120)]
@@ -99,8 +98,7 @@ def test_a_flipped_bit_in_the_file_is_found_when_it_is_read(folder):
 def test_a_disk_that_fills_up_while_building_is_named_and_leaves_nothing(folder):
     import resource
 
-    gc.collect()
-    before = (threading.active_count(), len(list(Path("/proc/self/fd").iterdir())))
+    before = held()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, limits[1]))
     try:
@@ -117,9 +115,8 @@ def test_a_disk_that_fills_up_while_building_is_named_and_leaves_nothing(folder)
     )
     assert f"where: {folder}" in said
     caught = None
-    gc.collect()
+    assert left_since(before) == []
     assert list(folder.iterdir()) == []
-    assert (threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))) == before
 
 
 TRAIN_FOREVER = """
@@ -209,10 +206,9 @@ def test_data_loader_workers_may_fork_and_die(folder):
 
 
 def test_an_error_while_building_gives_everything_back(folder):
-    gc.collect()
-    before = threading.active_count()
+    before = held()
     with pytest.raises(ZeroDivisionError), Init(nvme=folder, host_memory="1MiB"):
         torch.nn.Linear(1000, 1000)
         raise ZeroDivisionError
-    assert threading.active_count() == before
+    assert left_since(before) == []
     torch.nn.Linear(4, 4)(torch.ones(4))  # Init's hooks are gone

@@ -1,7 +1,6 @@
 """Contestants that take turns. Faked: most contestants."""
 
 import os
-import threading
 from dataclasses import replace
 from functools import partial
 
@@ -9,6 +8,7 @@ import pytest
 
 from infinity.bench.engine.runs import OWN, Model, RunError, counts, measure, settings_of
 from infinity.bench.engine.turns import seconds_of_turns, take_turns
+from leftovers import held, left_since
 from measurements import RUN
 
 
@@ -34,12 +34,12 @@ def test_each_has_its_turn_in_the_order_given_and_nobody_runs_beside():
 
 
 def test_where_one_fails_its_error_is_told_and_the_others_end():
-    said, before = [], threading.active_count()
+    said, before = [], held()
     runs = {"a": partial(contestant, "a", 3, said, fails_in=1), "b": partial(contestant, "b", 3, said)}
     with pytest.raises(RunError, match="a failed"):
         take_turns(runs, ["ab"] * 3, lambda: None)
     assert said == ["a", "b", "b was ended"]
-    assert threading.active_count() == before
+    assert left_since(before) == []
 
 
 def test_one_that_ends_early_without_an_error_is_told_too():
