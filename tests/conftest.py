@@ -130,6 +130,16 @@ def no_race_is_swallowed() -> Iterator[None]:
 
 
 @pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lane soon waits for what no other thread asks for: copies that are as late as they may be are over
+    when somebody waits for them, and each would cost it all of its patience.
+    """
+    from infinity.lane import lane
+
+    monkeypatch.setattr(lane, "_PATIENCE_S", 0.005)
+
+
+@pytest.fixture
 def seed() -> int:
     """The run's seed; Python's and torch's generators start from it."""
     import torch

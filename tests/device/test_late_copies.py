@@ -24,7 +24,7 @@ from infinity.planning.queue import PassProgress, Queue
 from infinity.planning.residence import Residence
 from streams import LateStreams
 
-pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("impatient", "repeatable")]
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 

@@ -26,7 +26,7 @@ from parity import engine_in, engines, halves, total
 from reach import reached
 from streams import LateStreams
 
-pytestmark = pytest.mark.disk
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("impatient")]
 
 
 def mappings():

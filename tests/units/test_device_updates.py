@@ -23,7 +23,7 @@ from infinity.records.update_rules import ADAMW
 from infinity.units import device_updates
 from streams import LateStreams
 
-pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("impatient", "repeatable")]
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 WIDTH = 64
