@@ -250,8 +250,8 @@ def test(rest: list[str], *, everything: bool) -> NoReturn:
     python = set_up("test")
     say_what_is_skipped()
     kinds = "not gpu" if everything else "not gpu and not slow"
-    # A file's tests share what they set up; tests/durations.csv has the order in which the files begin. Tests wait
-    # for disks and processes a quarter of their time: one worker more than there are cores takes it.
+    # A file's tests share what they set up; tests/durations.csv has the order in which the files begin. For a
+    # quarter of their time tests wait for disks and processes: one worker more than there are cores uses it.
     parallel = ["-n", str(min((os.cpu_count() or 1) + 1, 4)), "--dist=loadfile", "--no-loadscope-reorder"]
     workers = parallel * (not missing(python, ["xdist"]))
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the tests start many interpreters
