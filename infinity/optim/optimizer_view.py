@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ def _changes(name: str) -> bool:
     return name.endswith("_") and name != "requires_grad_"
 
 
-class ParameterState(Mapping[str, Any]):
+class ParameterState(MutableMapping[str, Any]):
     """`optimizer.state[parameter]`: "step", and the optimizer's tensors by torch's names. Empty before the
     parameter's first step.
 
@@ -111,6 +111,9 @@ class ParameterState(Mapping[str, Any]):
             raise ValueError(f"state[{name!r}] = {found}: expected a tensor of shape {expected}")
         engine = self._optimizer.mine[id(self._parameter)].engine
         engine.parameters.write(self._parameter, {field: value.detach().as_subclass(torch.Tensor)})
+
+    def __delitem__(self, name: str) -> None:
+        raise UnsupportedError(_not_dropped(self._optimizer))
 
     def _field(self, name: str) -> str | None:
         """Return the record's field of a name; None for "step"."""

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from collections.abc import MutableMapping
 
 import pytest
 import torch
@@ -108,6 +109,19 @@ def test_changing_the_copy_in_place_is_refused_and_assigning_works(stepped, chan
     assert torch.equal(state["exp_avg"], copied)
 
 
+def test_state_may_be_moved_as_lightning_moves_it(stepped):
+    """Lightning's `_optimizer_to_device` at the beginning and the end of `fit`."""
+    (plain, theirs), (ours, optimizer) = stepped
+    for state in optimizer.state.values():
+        assert isinstance(state, MutableMapping)  # Lightning makes a new one of its type where it is none
+        for name, value in state.items():
+            if name != "step":
+                state[name] = value.to("cpu", non_blocking=True)
+    for mine, other in zip(ours[0].parameters(), plain[0].parameters(), strict=True):
+        for name, value in optimizer.state[mine].items():
+            assert differences(theirs.state[other][name], value) == []
+
+
 @pytest.mark.parametrize("stepped", ["in memory"], indirect=True)
 def test_a_copy_of_state_computes_and_is_saved_as_an_ordinary_tensor(stepped):
     _, (ours, optimizer) = stepped
@@ -130,6 +144,8 @@ def test_state_is_dropped_by_making_a_new_optimizer(stepped):
         optimizer.state.clear()
     with refused:
         del optimizer.state[ours[0].weight]
+    with refused:
+        optimizer.state[ours[0].weight].clear()
     with refused:
         optimizer.state = {}
     with pytest.warns(UserWarning, match="supersedes"):
