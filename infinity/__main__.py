@@ -43,6 +43,12 @@ def _lora() -> Command:
     return lora
 
 
+def _ranks() -> Command:
+    from infinity.bench.ranks import ranks
+
+    return ranks
+
+
 def _tiles() -> Command:
     from infinity.bench.tiling import tiles
 
@@ -81,6 +87,7 @@ BENCHES = {
     "adam": (_adam, "parameters per second of the update's kernels beside the memory's speed and torch's"),
     "step": (_step, "whole training steps beside their floor, DeepSpeed and plain PyTorch"),
     "generate": (_generation, "generation from disk, beside accelerate, DeepSpeed and plain PyTorch"),
+    "ranks": (_ranks, "steps of several ranks on this machine, beside DDP, FSDP2 and DeepSpeed ZeRO-3"),
     "lora": (_lora, "the bytes and the memory of a LoRA step on an offloaded base, beside their limits"),
     "tiles": (_tiles, "peak memory and time of operators in tiles, beside the whole ones and DeepSpeed's"),
     "experts": (

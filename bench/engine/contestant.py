@@ -11,15 +11,21 @@ Memory: the kernel's high-water mark of the resident set, reset after all import
 that moment. Bytes: /proc/self/io, which counts all threads of the process, and the whole device's count
 beside it.
 Seconds: the wall clock of forward, backward and step.
+Ranks: where the environment names several (RANK, WORLD_SIZE, as torchrun sets them), each joins the group over
+gloo, and trains on tokens of its own. Bytes sent: what the kernel counts as acknowledged on the TCP connections
+of the process, which are gloo's. Collectives: c10d's operations in one more step, by torch's profiler.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import itertools
 import json
 import os
+import socket
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -82,6 +88,8 @@ class MeasuredStep:
     loss: float
     traffic: TrafficCounters
     """During the step."""
+    sent_nbytes: int = 0
+    """To other ranks."""
 
 
 @dataclass(slots=True)
@@ -101,6 +109,10 @@ class RunResult:
     steps: list[MeasuredStep] = field(default_factory=list)
     engine: dict[str, Any] = field(default_factory=dict)
     """The contestant's report at the end, such as figures of infinity.stats."""
+    collectives: int = 0
+    """In a step, on several ranks."""
+    baseline_pss_nbytes: int = 0
+    """As the baseline, but with pages that several ranks share divided among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +143,15 @@ def resident(key: str = "VmRSS") -> int:
     raise RuntimeError(f"/proc/self/status has no {key}: measuring works on Linux only")
 
 
+def proportional(pid: int | str = "self") -> int:
+    """Return bytes of a process's memory, pages that several share divided among them; 0 when it has ended."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
 def reset_peak() -> None:
     """Reset the high-water mark to the memory resident now."""
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
@@ -154,6 +175,49 @@ def between(before: TrafficCounters, after: TrafficCounters) -> TrafficCounters:
     """Return the difference of two counts."""
     old, new = asdict(before), asdict(after)
     return TrafficCounters(**{key: new[key] - old[key] for key in new})
+
+
+# Several ranks
+
+TCP_INFO_BYTES_ACKED = 120
+"""Where struct tcp_info of Linux (since 4.1) has its 64-bit count."""
+
+
+def ranks() -> int:
+    """Return how many processes train together."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def join() -> int:
+    """Join the group that the environment names, if there are several ranks; return this one's number."""
+    if ranks() == 1:
+        return 0
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    return torch.distributed.get_rank()
+
+
+def sent_nbytes() -> int:
+    """Return the bytes that this process has sent by TCP, on the connections that are open now."""
+    total = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile, or a socket of another kind
+            if not str(entry.readlink()).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as one:
+                info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES_ACKED + 8)
+            total += struct.unpack_from("Q", info, TCP_INFO_BYTES_ACKED)[0]
+    return total
+
+
+def collectives_of(work: Callable[[], object]) -> int:
+    """Return how many collectives a call makes, on any thread of this process."""
+    threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # noqa: SLF001 - no other way
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, experimental_config=threads) as profiled:
+        work()
+    events = profiled.key_averages()
+    return sum(one.count for one in events if one.key.startswith("c10d::") and one.key != "c10d::barrier")
 
 
 # The kinds
@@ -233,6 +297,37 @@ def plain(spec: Spec) -> Contestant:
     return Contestant(model, count(model), torch.Tensor.backward, step)
 
 
+def ddp(spec: Spec) -> Contestant:
+    """Plain PyTorch in memory on several ranks: DistributedDataParallel over bf16 gradients."""
+    contestant = plain(spec)
+    wrapped = nn.parallel.DistributedDataParallel(contestant.model)
+    return replace(contestant, model=wrapped)
+
+
+def fsdp2(spec: Spec) -> Contestant:
+    """torch's fully_shard on several ranks, in memory: fp32 shards, bf16 computing, gradients reduced in fp32."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    model: Any = checkpointed(llama(spec))
+    total = count(model)
+    chosen: dict[str, Any] = {
+        "mesh": init_device_mesh("cpu", (ranks(),)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+    }
+    for layer in model.model.layers:
+        fully_shard(layer, **chosen)
+    fully_shard(model, **chosen)
+    optimizer = torch.optim.AdamW(model.parameters(), **RATES, foreach=True)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Contestant(model, total, torch.Tensor.backward, step)
+
+
 def plain_kernels(spec: Spec) -> Contestant:
     """Plain PyTorch in memory with Infinity's split masters and kernel; buffers stay fp32."""
     from infinity.bench.kernels.split_masters import adamw
@@ -296,6 +391,8 @@ def deepspeed(spec: Spec) -> Contestant:
 KINDS = {
     "plain": plain,
     "plain_kernels": plain_kernels,
+    "ddp": ddp,
+    "fsdp2": fsdp2,
     "forward_backward": forward_backward,
     "beside_updates": beside_updates,
     "infinity": infinity,
@@ -328,9 +425,10 @@ def import_kind(kind: str) -> dict[str, str]:
 
 def one_step(contestant: Contestant, spec: Spec, number: int) -> MeasuredStep:
     """Train one step on random tokens that depend only on the seed and the step."""
-    generator = torch.Generator().manual_seed(1000 * spec.seed + number)
+    generator = torch.Generator().manual_seed(1000 * (spec.seed + join()) + number)
     shape = spec.micro_batches, spec.tokens
     batches = torch.randint(0, spec.shape["vocab_size"], shape, generator=generator).split(contestant.rows)
+    sent = sent_nbytes()
     before, marks, total = traffic(spec.nvme, contestant.moved()), [time.perf_counter()], 0.0
     for number_of_batch, ids in enumerate(batches, 1):
         loss = contestant.model(input_ids=ids, labels=ids).loss
@@ -344,7 +442,9 @@ def one_step(contestant: Contestant, spec: Spec, number: int) -> MeasuredStep:
     moved = between(before, traffic(spec.nvme, contestant.moved()))
     seconds = [end - begin for begin, end in itertools.pairwise(marks)]
     forward_s, backward_s, step_s = (float(sum(seconds[part::3])) for part in range(3))
-    return MeasuredStep(marks[-1] - marks[0], forward_s, backward_s, step_s, total / len(batches), moved)
+    took = marks[-1] - marks[0]
+    sent = sent_nbytes() - sent
+    return MeasuredStep(took, forward_s, backward_s, step_s, total / len(batches), moved, sent)
 
 
 def take_turn(spec: Spec, number: int) -> None:
@@ -360,9 +460,12 @@ def run(spec: Spec) -> RunResult:
     """Build the model, train it, and measure."""
     take_turn(spec, 0)
     versions = import_kind(spec.kind)
+    join()
     gc.collect()
     reset_peak()
-    baseline, start = resident(), time.perf_counter()
+    if ranks() > 1:
+        torch.distributed.barrier()  # all have imported what they share
+    baseline, baseline_pss, start = resident(), proportional(), time.perf_counter()
     contestant = KINDS[spec.kind](spec)
     result = RunResult(
         spec.kind,
@@ -372,12 +475,15 @@ def run(spec: Spec) -> RunResult:
         baseline,
         time.perf_counter() - start,
         resident("VmHWM") - baseline,
+        baseline_pss_nbytes=baseline_pss,
     )
     reset_peak()
     for number in range(spec.steps):
         result.steps.append(one_step(contestant, spec, number))
         take_turn(spec, number + 1)
     result.peak_nbytes = resident("VmHWM") - baseline
+    if ranks() > 1:
+        result.collectives = collectives_of(lambda: one_step(contestant, spec, spec.steps))
     result.engine = contestant.report()
     return result
 

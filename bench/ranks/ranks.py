@@ -1,0 +1,222 @@
+"""`infinity bench ranks`: steps of several ranks on this machine, beside DDP, FSDP2 and DeepSpeed ZeRO-3.
+
+    infinity bench ranks --nvme DIR --ranks 2 4 --model 25m --tokens 16 --peer ddp --peer fsdp2 --json ranks.json
+
+Ranks are processes over gloo, one thread each, that share the machine's cores. Contestants run in turn, in
+rounds; figures are medians of the rounds. Bytes sent are the kernel's count on each rank's TCP connections, so
+that all contestants are counted alike. The machine's memory is the sum of the ranks' proportional set sizes,
+which count shared pages once; it is looked up several times a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from infinity.bench.arguments import positive
+from infinity.bench.engine import rival
+from infinity.bench.engine.cases import ALL, ROOM, STATE_AND_GRADIENTS
+from infinity.bench.engine.runs import (
+    OWN,
+    SETTLING,
+    SHAPES,
+    UPDATES,
+    Environment,
+    Model,
+    folder_on,
+    parameter_count,
+    settings_of,
+)
+from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, report
+from infinity.bench.ranks.launch import RankRun, measure_ranks
+from infinity.errors import ConfigError
+from infinity.sizes import format_size, parse_size
+
+HELP = "steps of several ranks on this machine, beside DDP, FSDP2 and DeepSpeed ZeRO-3"
+PEERS = {"ddp": "DDP, in memory", "fsdp2": "FSDP2, in memory", "deepspeed": "DeepSpeed ZeRO-3, NVMe"}
+"""The choices of --peer; the kinds of contestant.py, with their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of the table."""
+
+    kind: str
+    """A key of contestant.KINDS."""
+    ranks: int
+    budget: str = ""
+    """Infinity's, of the machine: a size as it was typed, or ALL."""
+
+    @property
+    def name(self) -> str:
+        """Its name, without the ranks."""
+        return PEERS[self.kind] if self.kind in PEERS else f"Infinity, {self.budget}"
+
+    def settings(self, model: str, update: str) -> dict[str, Any]:
+        """Return the settings of its kind."""
+        if self.kind == "deepspeed":
+            return rival.settings(model)
+        if self.kind != "infinity":
+            return {}
+        enough = STATE_AND_GRADIENTS * parameter_count(model) + self.ranks * ROOM
+        return settings_of(enough if self.budget == ALL else self.budget, update)
+
+
+def cases(ranks: Sequence[int], budgets: Sequence[str], peers: Sequence[str]) -> list[Case]:
+    """List all cases in the order of a round: for each number of ranks the peers, then Infinity."""
+    found = []
+    for number in ranks:
+        found += [Case(peer, number) for peer in PEERS if peer in peers]
+        found += [Case("infinity", number, budget) for budget in budgets]
+    return list(dict.fromkeys(found))
+
+
+def row_of(case: Case, model: Model, runs: Sequence[RankRun], peers: Mapping[str, float]) -> dict[str, Any]:
+    """Return a case's row: medians of its rounds, and the rounds. peers: seconds of a step, by kind."""
+
+    def median(key: str) -> float:
+        return float(statistics.median(getattr(run, key) for run in runs))
+
+    seconds = median("seconds")
+    return {
+        "contestant": case.name,
+        "kind": case.kind,
+        "budget": case.budget,
+        "ranks": case.ranks,
+        "model": model.shape,
+        "parameters": runs[0].parameters,
+        "tokens": model.tokens,
+        "seconds": seconds,
+        "sent_nbytes": median("sent_nbytes"),
+        "sent_per_parameter": median("sent_nbytes") / runs[0].parameters,
+        "collectives": median("collectives"),
+        "moved_nbytes": median("moved_nbytes"),
+        "peak_rank_nbytes": median("peak_rank_nbytes"),
+        "peak_machine_nbytes": median("peak_machine_nbytes"),
+        "loss": runs[-1].loss,
+        "times_as_fast": {kind: other / seconds for kind, other in peers.items() if kind != case.kind},
+        "rounds": list(runs),
+    }
+
+
+def findings_of(
+    found: Mapping[Case, Sequence[RankRun]], model: Model, options: argparse.Namespace
+) -> Findings:
+    """Show the rows, and how much faster than each peer Infinity is."""
+    rows = []
+    for case, runs in found.items():
+        peers = {
+            other.kind: statistics.median(run.seconds for run in theirs)
+            for other, theirs in found.items()
+            if other.ranks == case.ranks and other.kind in PEERS
+        }
+        rows.append(row_of(case, model, runs, peers))
+    said = [
+        f"{row['ranks']} ranks, {row['contestant']}: {times:.2f} times as fast as {PEERS[kind]}"
+        for row in rows
+        if row["kind"] == "infinity"
+        for kind, times in row["times_as_fast"].items()
+    ]
+    return Findings(
+        title=f"A training step on several ranks, {model.tokens} tokens on each; medians of {options.rounds} rounds",
+        rows=rows,
+        columns=[
+            Column("contestant", "contestant"),
+            Column("ranks", "ranks"),
+            Column("seconds", "seconds", "{:.2f}".format),
+            Column("sent_nbytes", "sent by all", _format_mean),
+            Column("sent_per_parameter", "B per parameter", "{:.2f}".format),
+            Column("collectives", "collectives", "{:.0f}".format),
+            Column("moved_nbytes", "NVMe, all ranks", _format_mean),
+            Column("peak_rank_nbytes", "peak of a rank", _format_mean),
+            Column("peak_machine_nbytes", "of all, shared pages once", _format_mean),
+            Column("loss", "loss", "{:.3f}".format),
+        ],
+        verdicts=[
+            *said,
+            f"Llama of {rows[0]['parameters'] / 1e6:.1f} M parameters, bf16, recomputed; peaks are above the imports",
+        ],
+        options=asked(options),
+    )
+
+
+def _format_mean(mean: float) -> str:
+    return format_size(round(mean))
+
+
+def _budget(text: str) -> str:
+    if text != ALL:
+        try:
+            parse_size(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _several(text: str) -> int:
+    if positive(text) == 1:
+        raise argparse.ArgumentTypeError("1: one rank is what `infinity bench step` measures; give 2 or more")
+    return int(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `infinity bench ranks`."""
+    add = parser.add_argument
+    add("--nvme", type=Path, default=Path(), metavar="DIR", help="a folder on the disk (this one)")
+    add("--ranks", nargs="+", type=_several, default=[2], metavar="N", help="processes that train together; 2")
+    add("--model", choices=SHAPES, default="25m", metavar="NAME", help=f"{', '.join(SHAPES)}; 25m")
+    budget = f'budgets of Infinity for the machine: sizes, "{ALL}"; 512MiB'
+    add("--host-memory", nargs="+", type=_budget, default=["512MiB"], metavar="SIZE", help=budget)
+    add("--update", choices=UPDATES, default="backward", help="when Infinity's weights change; backward")
+    add("--tokens", type=positive, default=16, metavar="N", help="of the sequence of each rank; 16")
+    peer = "run beside: ddp, fsdp2, deepspeed; may be repeated"
+    add("--peer", action="append", choices=PEERS, default=[], help=peer)
+    add("--venv", type=Path, metavar="DIR", help="the virtual environment that has DeepSpeed")
+    steps = f"per run, of which the first {SETTLING} are not counted; 8"
+    add("--steps", type=positive, default=8, metavar="N", help=steps)
+    add("--rounds", type=positive, default=3, metavar="N", help="runs of each, in turn; 3")
+    add_outputs(parser, plots=False)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Check the options, run the contestants in turn, and report.
+
+    Raises: ConfigError; RunError if a rank of a contestant fails; OSError, of a full disk for example.
+    """
+    check_outputs(options)
+    if options.steps <= SETTLING:
+        raise ConfigError(f"--steps {options.steps}: the first {SETTLING} are not counted. Ask for more.")
+    entries = cases(options.ranks, options.host_memory, options.peer)
+    environment = _rival_of(options, console)
+    model = Model(options.model, options.tokens, options.steps)
+    found: dict[Case, list[RankRun]] = {one: [] for one in entries}
+    with folder_on(options.nvme) as folder:
+        for number in range(options.rounds * len(entries)):
+            case = entries[number % len(entries)]
+            title = f"run {number + 1} of {options.rounds * len(entries)}: {case.name}, {case.ranks} ranks"
+            own = environment if case.kind == "deepspeed" else OWN
+            with console.status(title):
+                settings = case.settings(options.model, options.update)
+                one = measure_ranks(own, case.kind, case.ranks, model, folder, settings)
+            found[case].append(one)
+            console.print(f"{title}: {one.seconds:.2f} s per step", highlight=False, soft_wrap=True)
+        report(findings_of(found, model, options), options, console, folder)
+    return 0
+
+
+def _rival_of(options: argparse.Namespace, console: Console) -> Environment:
+    """Return DeepSpeed's environment if it runs, else our own Python."""
+    if "deepspeed" not in options.peer:
+        return OWN
+    if options.venv is None:
+        raise ConfigError("--peer deepspeed needs --venv: a virtual environment with DeepSpeed")
+    environment = Environment.of_venv(options.venv)
+    with console.status("importing DeepSpeed"):
+        rival.check(environment)
+    return environment

@@ -1,0 +1,171 @@
+"""Steps of several ranks. Faked: what ranks measure, what trains. Real: processes; in a slow test, all."""
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infinity import __main__ as cli
+from infinity.bench.engine.runs import OWN, Model, RunError
+from infinity.bench.ranks import launch, ranks
+from infinity.bench.ranks.launch import RankRun, measure_ranks, run_of
+from infinity.bench.ranks.ranks import Case, cases, findings_of, row_of
+
+MODEL = Model("1m", 16, 5)
+RUN = RankRun(
+    parameters=1000,
+    seconds=2.0,
+    sent_nbytes=4000.0,
+    moved_nbytes=0.0,
+    collectives=7,
+    peak_rank_nbytes=100,
+    peak_machine_nbytes=150,
+    loss=1.0,
+    all_seconds=[],
+    versions={},
+)
+
+
+def result(rank, seconds, error=None):
+    """What a rank of two writes: `seconds` of its steps."""
+    if error:
+        return {"error": error}
+    traffic = {"read": 10, "written": 5}
+    steps = [{"seconds": one, "sent_nbytes": 100, "traffic": traffic, "loss": float(rank)} for one in seconds]
+    peaks = {"peak_nbytes": 50 + rank, "build_peak_nbytes": 40, "baseline_pss_nbytes": 30}
+    return {"parameters": 8, "steps": steps, "collectives": 3, "versions": {}, **peaks}
+
+
+def test_a_step_lasts_as_long_as_its_slowest_rank_and_bytes_are_those_of_all():
+    found = run_of([result(0, [9, 9, 9, 1, 5]), result(1, [9, 9, 9, 3, 4])], peak_nbytes=200)
+    assert found.all_seconds == [9, 9, 9, 3, 5]
+    assert (found.seconds, found.sent_nbytes, found.moved_nbytes) == (4.0, 200.0, 30.0)
+    assert (found.peak_rank_nbytes, found.peak_machine_nbytes) == (51, 140)
+    assert (found.loss, found.collectives) == (0.5, 3)
+
+
+def test_each_number_of_ranks_has_its_peers_and_ours_once():
+    assert cases([2, 4], ["1GiB", "1GiB"], ["fsdp2", "ddp"]) == [
+        *(Case("ddp", 2), Case("fsdp2", 2), Case("infinity", 2, "1GiB")),
+        *(Case("ddp", 4), Case("fsdp2", 4), Case("infinity", 4, "1GiB")),
+    ]
+
+
+def test_a_budget_for_all_holds_the_state_of_all_ranks():
+    enough = Case("infinity", 2, "all").settings("1m", "backward")["host_memory"]
+    assert enough > 16 * 900_000 + (2 << 30)
+    assert Case("ddp", 2).settings("1m", "backward") == {}
+
+
+def test_ours_is_compared_with_the_peers_on_as_many_ranks():
+    row = row_of(Case("infinity", 2, "1GiB"), MODEL, [RUN, replace(RUN, seconds=4.0)], {"ddp": 6.0})
+    assert (row["seconds"], row["times_as_fast"], row["sent_per_parameter"]) == (3.0, {"ddp": 2.0}, 4.0)
+
+    class Options:
+        rounds = 1
+
+    found = {
+        Case("ddp", 2): [replace(RUN, seconds=1.0)],
+        Case("ddp", 4): [replace(RUN, seconds=5.0)],
+        Case("infinity", 4, "1GiB"): [RUN],
+    }
+    assert findings_of(found, MODEL, Options()).verdicts[0] == (
+        "4 ranks, Infinity, 1GiB: 2.50 times as fast as DDP, in memory"
+    )
+
+
+PROGRAM = """
+import json, os, sys, time
+spec = json.loads(sys.argv[1])
+rank = int(os.environ["RANK"])
+assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("2", str(rank))
+print("rank", rank, "speaks", flush=True)
+if spec["kind"] == "fails" and rank == 1:
+    sys.exit(3)
+if spec["kind"] in ("fails", "waits"):
+    open(spec["nvme"] + "/../pid", "w").write(str(os.getpid()))
+    time.sleep(600)
+answer = json.loads(spec["settings"]["answers"])[rank]
+open(spec["out"], "w").write(json.dumps(answer))
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """A program in place of what trains."""
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    monkeypatch.setattr(launch.contestant, "__file__", str(file))
+    monkeypatch.setattr(launch, "LOOKS_S", 0.02)
+    return tmp_path
+
+
+def test_ranks_are_started_together_and_what_they_measured_is_put_together(program):
+    answers = json.dumps([result(0, [1, 1, 1, 2]), result(1, [1, 1, 1, 3])])
+    found = measure_ranks(OWN, "ends", 2, MODEL, program, {"answers": answers})
+    assert (found.seconds, found.parameters) == (3.0, 8)
+    assert [one.name for one in program.iterdir()] == ["program.py"]
+
+
+def test_the_error_of_a_rank_is_told(program):
+    answers = json.dumps([result(0, [1, 1, 1, 2]), result(1, [], error="OSError: full")])
+    with pytest.raises(RunError, match="ends on 2 ranks, 1m: OSError: full"):
+        measure_ranks(OWN, "ends", 2, MODEL, program, {"answers": answers})
+
+
+def test_where_a_rank_dies_the_others_are_ended_and_its_last_lines_are_told(program):
+    with pytest.raises(RunError, match="rank 1 of 2 of fails on 1m ended with exit code 3; its") as told:
+        measure_ranks(OWN, "fails", 2, MODEL, program, {})
+    assert "speaks" in str(told.value)
+    pid = (program / "pid").read_text()
+    assert not Path("/proc", pid).exists()
+
+
+def test_an_interrupt_leaves_no_process(program, monkeypatch):
+    def interrupted(_):
+        while not (program / "pid").exists():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "_watch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measure_ranks(OWN, "waits", 2, MODEL, program, {})
+    pid = int((program / "pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_bad_options_are_refused_before_anything_runs(tmp_path, capsys):
+    for arguments, told in (
+        (["--ranks", "1"], "one rank is what `infinity bench step` measures"),
+        (["--steps", "3"], "the first 3 are not counted"),
+        (["--peer", "deepspeed"], "needs --venv"),
+        (["--host-memory", "some"], "some"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            raise SystemExit(cli.main(["bench", "ranks", "--nvme", str(tmp_path), *arguments]))
+        assert ended.value.code
+        assert told in "".join(capsys.readouterr())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.disk
+def test_two_ranks_are_measured_beside_ddp_and_fsdp2(folder):
+    assert ranks.HELP
+    out = folder / "ranks.json"
+    few = ["--model", "1m", "--rounds", "1", "--steps", "4", "--host-memory", "8MiB"]
+    peers = ["--peer", "ddp", "--peer", "fsdp2"]
+    assert cli.main(["bench", "ranks", "--nvme", str(folder), *few, *peers, "--json", str(out)]) == 0
+    ddp, fsdp2, ours = json.loads(out.read_text())["rows"]
+    nbytes = 2 * ddp["parameters"]
+    assert 2 * nbytes <= ddp["sent_nbytes"] < 2.1 * nbytes  # a ring of two sends each gradient twice
+    assert fsdp2["sent_nbytes"] > 3.5 * nbytes
+    assert ours["moved_nbytes"] > 0
+    assert ours["collectives"] > 0
+    assert ours["peak_machine_nbytes"] > 0
+    assert ours["loss"] == pytest.approx(ddp["loss"], rel=0.02)
