@@ -44,7 +44,7 @@ PEERS = {"ddp": "DDP, in memory", "fsdp2": "FSDP2, in memory", "deepspeed": "Dee
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class RankCase:
     """One line of the table."""
 
     kind: str
@@ -68,16 +68,18 @@ class Case:
         return settings_of(enough if self.budget == ALL else self.budget, update)
 
 
-def cases(ranks: Sequence[int], budgets: Sequence[str], peers: Sequence[str]) -> list[Case]:
+def cases(ranks: Sequence[int], budgets: Sequence[str], peers: Sequence[str]) -> list[RankCase]:
     """List all cases in the order of a round: for each number of ranks the peers, then Infinity."""
     found = []
     for number in ranks:
-        found += [Case(peer, number) for peer in PEERS if peer in peers]
-        found += [Case("infinity", number, budget) for budget in budgets]
+        found += [RankCase(peer, number) for peer in PEERS if peer in peers]
+        found += [RankCase("infinity", number, budget) for budget in budgets]
     return list(dict.fromkeys(found))
 
 
-def row_of(case: Case, model: Model, runs: Sequence[RankRun], peers: Mapping[str, float]) -> dict[str, Any]:
+def row_of(
+    case: RankCase, model: Model, runs: Sequence[RankRun], peers: Mapping[str, float]
+) -> dict[str, Any]:
     """Return a case's row: medians of its rounds, and the rounds. peers: seconds of a step, by kind."""
 
     def median(key: str) -> float:
@@ -106,7 +108,7 @@ def row_of(case: Case, model: Model, runs: Sequence[RankRun], peers: Mapping[str
 
 
 def findings_of(
-    found: Mapping[Case, Sequence[RankRun]], model: Model, options: argparse.Namespace
+    found: Mapping[RankCase, Sequence[RankRun]], model: Model, options: argparse.Namespace
 ) -> Findings:
     """Show the rows, and how much faster than each peer Infinity is."""
     rows = []
@@ -169,7 +171,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `infinity bench ranks`."""
     add = parser.add_argument
     add("--nvme", type=Path, default=Path(), metavar="DIR", help="a folder on the disk (this one)")
-    add("--ranks", nargs="+", type=_several, default=[2], metavar="N", help="processes that train together; 2")
+    add(
+        "--ranks", nargs="+", type=_several, default=[2], metavar="N", help="processes that train together; 2"
+    )
     add("--model", choices=SHAPES, default="25m", metavar="NAME", help=f"{', '.join(SHAPES)}; 25m")
     budget = f'budgets of Infinity for the machine: sizes, "{ALL}"; 512MiB'
     add("--host-memory", nargs="+", type=_budget, default=["512MiB"], metavar="SIZE", help=budget)
@@ -195,7 +199,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     entries = cases(options.ranks, options.host_memory, options.peer)
     environment = _rival_of(options, console)
     model = Model(options.model, options.tokens, options.steps)
-    found: dict[Case, list[RankRun]] = {one: [] for one in entries}
+    found: dict[RankCase, list[RankRun]] = {one: [] for one in entries}
     with folder_on(options.nvme) as folder:
         for number in range(options.rounds * len(entries)):
             case = entries[number % len(entries)]

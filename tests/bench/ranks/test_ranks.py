@@ -12,7 +12,7 @@ from infinity import __main__ as cli
 from infinity.bench.engine.runs import OWN, Model, RunError
 from infinity.bench.ranks import launch, ranks
 from infinity.bench.ranks.launch import RankRun, measure_ranks, run_of
-from infinity.bench.ranks.ranks import Case, cases, findings_of, row_of
+from infinity.bench.ranks.ranks import RankCase, cases, findings_of, row_of
 
 MODEL = Model("1m", 16, 5)
 RUN = RankRun(
@@ -49,28 +49,28 @@ def test_a_step_lasts_as_long_as_its_slowest_rank_and_bytes_are_those_of_all():
 
 def test_each_number_of_ranks_has_its_peers_and_ours_once():
     assert cases([2, 4], ["1GiB", "1GiB"], ["fsdp2", "ddp"]) == [
-        *(Case("ddp", 2), Case("fsdp2", 2), Case("infinity", 2, "1GiB")),
-        *(Case("ddp", 4), Case("fsdp2", 4), Case("infinity", 4, "1GiB")),
+        *(RankCase("ddp", 2), RankCase("fsdp2", 2), RankCase("infinity", 2, "1GiB")),
+        *(RankCase("ddp", 4), RankCase("fsdp2", 4), RankCase("infinity", 4, "1GiB")),
     ]
 
 
 def test_a_budget_for_all_holds_the_state_of_all_ranks():
-    enough = Case("infinity", 2, "all").settings("1m", "backward")["host_memory"]
+    enough = RankCase("infinity", 2, "all").settings("1m", "backward")["host_memory"]
     assert enough > 16 * 900_000 + (2 << 30)
-    assert Case("ddp", 2).settings("1m", "backward") == {}
+    assert RankCase("ddp", 2).settings("1m", "backward") == {}
 
 
 def test_ours_is_compared_with_the_peers_on_as_many_ranks():
-    row = row_of(Case("infinity", 2, "1GiB"), MODEL, [RUN, replace(RUN, seconds=4.0)], {"ddp": 6.0})
+    row = row_of(RankCase("infinity", 2, "1GiB"), MODEL, [RUN, replace(RUN, seconds=4.0)], {"ddp": 6.0})
     assert (row["seconds"], row["times_as_fast"], row["sent_per_parameter"]) == (3.0, {"ddp": 2.0}, 4.0)
 
     class Options:
         rounds = 1
 
     found = {
-        Case("ddp", 2): [replace(RUN, seconds=1.0)],
-        Case("ddp", 4): [replace(RUN, seconds=5.0)],
-        Case("infinity", 4, "1GiB"): [RUN],
+        RankCase("ddp", 2): [replace(RUN, seconds=1.0)],
+        RankCase("ddp", 4): [replace(RUN, seconds=5.0)],
+        RankCase("infinity", 4, "1GiB"): [RUN],
     }
     assert findings_of(found, MODEL, Options()).verdicts[0] == (
         "4 ranks, Infinity, 1GiB: 2.50 times as fast as DDP, in memory"
