@@ -162,14 +162,13 @@ def _storage(folder: str, outline: Outline | None, *, measure: bool) -> Iterator
     yield _space(folder)
     if outline is not None:
         yield _room(folder, outline)
-    yield _measured_now(folder) if measure else _speed(disk.measured(folder))
+    yield _measured_now(folder) if measure else _speed(folder, disk.measured(folder))
 
 
-def _speed(speed: disk.DiskSpeed | None) -> Finding:
+def _speed(folder: str, speed: disk.DiskSpeed | None) -> Finding:
     if speed is None:
-        return Finding(
-            "speed", "not measured; the first training does it", "infinity doctor --measure", optional=True
-        )
+        fix = f"infinity doctor --measure --nvme {folder}"
+        return Finding("speed", "not measured; the first training does it", fix, optional=True)
     return Finding(
         "speed",
         f"read {speed.read / 1e9:.2f}, write {speed.write / 1e9:.2f}, mixed {speed.mixed / 1e9:.2f} GB/s; "
@@ -180,7 +179,7 @@ def _speed(speed: disk.DiskSpeed | None) -> Finding:
 
 def _measured_now(folder: str) -> Finding:
     try:
-        return _speed(disk.measure(folder))
+        return _speed(folder, disk.measure(folder))
     except (OSError, ValueError, InfinityError) as error:
         fix = "free space there, or use a filesystem with O_DIRECT"
         return Finding("speed", f"not measured: {error}", fix, failed=True)

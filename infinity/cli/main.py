@@ -39,7 +39,7 @@ _MERGE = "merge PEFT's adapters into their base, and write that as Hugging Face'
 _PLAN = "will a model fit, how fast will it train, what limits it: without training it"
 _MODEL = "a preset or a config.json of transformers, whose needs are compared with space and memory"
 _TRAIN = "train a model of transformers on data, or a byte-level preset on text"
-_COMPLETION = "print the completion of a shell, to be sourced: infinity --completion bash"
+_COMPLETION = 'print the completion of a shell, to be evaluated: eval "$(infinity --completion bash)"'
 
 
 class Command(Protocol):
@@ -169,7 +169,8 @@ class _Parser(argparse.ArgumentParser):
         if wrong:
             known = re.findall(r"[\w.-]+", wrong[2]) if wrong[1] else [*self._option_string_actions]
             near = difflib.get_close_matches(wrong[1] or wrong[3], known, 1)
-            message += f". Did you mean {near[0]}?" if near else ""
+            message += f". Did you mean {near[0]}?" if near else f". {self.prog} --help has all of them"
+            self.exit(2, f"{self.prog}: error: {message}\n")  # without the usage, above which nobody reads
         super().error(message)
 
     def _of_file(self, path: str) -> argparse.Namespace:
@@ -273,8 +274,10 @@ def _add_data(add: Callable[..., object], add_advanced: Callable[..., object]) -
     add("--model", metavar="FOLDER", help=model)
     add_advanced("--tokenizer", metavar="FOLDER", help="the tokenizer's folder (default: the model's)")
     data = "files of text, JSON lines (*.jsonl) or parquet: messages, prompt and completion, or text"
-    add("--data", metavar="FILE", nargs="+", help=data)
-    add("--eval-data", metavar="FILE", nargs="+", help="files to evaluate on, not trained on")
+    add("--data", metavar="FILE", nargs="+", action="extend", help=data)
+    add(
+        "--eval-data", metavar="FILE", nargs="+", action="extend", help="files to evaluate on, not trained on"
+    )
     every = "steps from one evaluation to the next (one, after the last step)"
     add("--eval-every", type=_at_least(1), default=0, metavar="STEPS", help=every)
     lora = "train adapters of this rank (8) alone, by PEFT; the model is read, and never written"
@@ -340,7 +343,7 @@ def _add_run(add: Callable[..., object], add_advanced: Callable[..., object]) ->
     add("--resume", action="store_true", help="continue the durable run in --nvme, or begin one")
     add("--out", metavar="DIR", help="a new folder for log and picture (default: runs/<time>)")
     add_advanced(
-        "--log-every", type=_at_least(1), default=1, metavar="N", help="steps per line of the log (1)"
+        "--log-every", type=_at_least(1), default=1, metavar="N", help="steps per line of log.jsonl (1)"
     )
     timeline = "write a trace of the lanes, for ui.perfetto.dev, to a new file, *.json"
     add("--timeline", metavar="FILE", help=timeline)
@@ -447,7 +450,7 @@ def _check_data(settings: TrainSettings) -> None:
     for why, so in wrong.items():
         if so:
             raise ConfigError(why)
-    if settings.save is not None and Path(settings.save).exists():
+    if settings.save is not None and not settings.resume and Path(settings.save).exists():
         raise ConfigError(f"--save {settings.save} exists, and is never overwritten. Name a new folder.")
 
 

@@ -93,7 +93,7 @@ def memory_of(engine: Engine) -> dict[str, dict[str, int]]:
     host = {
         "slots": engine.budget.slots * engine.budget.slot_nbytes,
         "ahead": engine.residency.ahead_nbytes if engine.device.is_host else 0,
-        "outgoing": engine.outgoing_share.ledger.held_nbytes,
+        "outgoing": engine.outgoing_share.held_nbytes,
         "gradients": max(0, engine.kept.held_nbytes - pinned),  # the lane may pin between the two
         "pinned": pinned,
     }

@@ -107,12 +107,13 @@ def _train_beside(
     run = Run(task.name, 1)
     engine = engine_of_model(model)
     try:
+        complete = _is_complete(settings, model)
         for step in steps(settings, task, model, optimizer, meter, recording):
             run.steps.append(step)
             check()
             _check_finite(step)
         _figures(engine, run, meter)
-        if settings.save is not None:
+        if settings.save is not None and not complete:
             save_pretrained(model, settings.save)
     finally:
         with contextlib.suppress(InfinityError, OSError):
@@ -154,10 +155,11 @@ def _train(
     )
     log, begun = StepLog(folder / LOG, settings.log_every), 0
     try:
+        complete = _is_complete(settings, model)
         if not settings.plain:
             run.begin(stats(model), disk_speed(_folders(settings, folder), settings.aio))
             recording.start(engine_of_model(model))
-        if settings.save is not None:
+        if settings.save is not None and not complete:
             of_weights = 4 * counts[True] if settings.lora else schema.width * (counts[True] + counts[False])
             check_room(settings.save, of_weights)
         _introduce(console, settings, run, task, folder)
@@ -178,9 +180,7 @@ def _train(
         if not settings.plain:
             run.hear(_figures(engine_of_model(model), run, meter))
             run.predict(engine_of_model(model), stats(model))
-        if settings.save is not None:
-            save_pretrained(model, settings.save)
-            task.save_tokenizer(Path(settings.save))
+        _save(settings, console, task, model, complete=complete)
     except Interrupted:
         console.print(_stopped(settings, run, begun), markup=False, highlight=False, soft_wrap=True)
         raise
@@ -434,6 +434,31 @@ def _done(model: nn.Module) -> int:
     """Return the steps that the durable run in the model's folder has committed."""
     found = durable_of(model).found
     return found[0].step if found else 0
+
+
+def _save(settings: TrainSettings, console: Console, task: Task, model: nn.Module, *, complete: bool) -> None:
+    """Write the weights and the tokenizer, if that was asked for; complete: see `_is_complete`."""
+    if complete:
+        said = f"--save {settings.save} is there, and was left as it is"
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
+    elif settings.save is not None:
+        save_pretrained(model, settings.save)
+        task.save_tokenizer(Path(settings.save))
+
+
+def _is_complete(settings: TrainSettings, model: nn.Module) -> bool:
+    """Tell whether a run that is resumed has made all its steps, and --save is there.
+
+    Raises: ConfigError where --save is there, and the run has steps to make.
+    """
+    if not settings.resume or settings.save is None or not Path(settings.save).exists():
+        return False
+    if (done := _done(model)) < settings.steps:
+        raise ConfigError(
+            f"--save {settings.save} exists, and is never overwritten, and the run is to go on after step "
+            f"{done} of {settings.steps}. Name a new folder."
+        )
+    return True
 
 
 def _stopped(settings: TrainSettings, run: Run, begun: int) -> str:

@@ -538,7 +538,7 @@ class Engine:
         """Bytes of host_memory in use now."""
         slots = self.budget.slots * self.budget.slot_nbytes
         ahead = self.residency.ahead_nbytes if self.device.is_host else 0
-        return slots + self.kept.held_nbytes + ahead + self.outgoing_share.ledger.held_nbytes
+        return slots + self.kept.held_nbytes + ahead + self.outgoing_share.held_nbytes
 
     def close(self) -> None:
         """Stop the lane and give memory and files back. The parameters' values are gone."""

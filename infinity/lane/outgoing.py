@@ -67,6 +67,14 @@ class OutgoingShare:
         """Set the size of the share."""
         self.ledger.resize(limit_nbytes)
 
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of the budget in use. Where the CPU computes, those beyond the share count as the unit in
+        use, which is beside the budget.
+        """
+        held = self.ledger.held_nbytes
+        return min(held, self.ledger.limit_nbytes) if self._device.is_host else held
+
     # Leases
 
     def try_lease(self, nbytes: int) -> Lease | None:

@@ -305,10 +305,12 @@ def test_a_command_imports_only_what_it_needs(arguments, without):
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_a_word_that_is_nearly_one_of_the_commands_is_told_with_it(capsys, arguments, says):
+def test_a_word_that_is_nearly_one_of_the_commands_is_told_with_it_alone(capsys, arguments, says):
     with pytest.raises(SystemExit, match="2"):
         cli.main(arguments)
-    assert says in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert says in said
+    assert len(said.splitlines()) == 1
 
 
 def test_a_full_drive_to_save_to_is_told_before_training(capsys, text, tmp_path, monkeypatch):

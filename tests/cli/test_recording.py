@@ -32,7 +32,7 @@ class FakeEngine:
     kept = SimpleNamespace(held_nbytes=12)
     host_store = SimpleNamespace(held_nbytes=8)
     residency = SimpleNamespace(ahead_nbytes=5)
-    outgoing_share = SimpleNamespace(ledger=SimpleNamespace(held_nbytes=3))
+    outgoing_share = SimpleNamespace(held_nbytes=3)
 
 
 def snapshot(read: int) -> Stats:

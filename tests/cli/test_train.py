@@ -212,6 +212,19 @@ def test_resume_begins_a_run_where_there_is_none_and_says_so_and_then_goes_on_wi
     assert "nothing is left to train, as --steps asks for 3 in all" in said.replace("\n", " ")
 
 
+def test_the_same_command_after_a_complete_run_says_that_it_is_complete(folder, capsys):
+    saves = ("--resume", "--save", str(folder / "saved"))
+    assert cli.main(["train", *command(folder, "first", *saves, "--steps", "2")[4:]]) == 0
+    written = {path: path.stat().st_mtime_ns for path in (folder / "saved").iterdir()}
+    capsys.readouterr()
+    assert cli.main(["train", *command(folder, "second", *saves, "--steps", "2")[4:]]) == 0
+    assert f"--save {folder / 'saved'} is there, and was left as it is" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in (folder / "saved").iterdir()} == written
+    assert cli.main(["train", *command(folder, "third", *saves, "--steps", "3")[4:]]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "exists, and is never overwritten, and the run is to go on after step 2 of 3" in said
+
+
 def test_clipping_makes_the_norm_known(folder):
     log = run(folder, "run", host_memory="4MiB", max_norm=1.0)
     assert all(step["grad_norm"] > 0 for step in log)

@@ -31,6 +31,8 @@ def waited_for(*jobs):
 class Device:
     """Has memory for a download after so many refusals."""
 
+    is_host = True
+
     def __init__(self):
         self.refusals = 0
 
@@ -97,6 +99,9 @@ def test_a_pass_that_is_over_is_not_waited_for(share):
 def test_what_is_larger_than_the_share_goes_out_alone(share):
     lease = share.lease(1000)
     assert share.ledger.held_nbytes == 1000
+    assert share.held_nbytes == 100, "the rest counts as the unit in use"
+    share._device.is_host = False
+    assert share.held_nbytes == 1000, "an accelerator's unit is not in host memory"
     lease.end()
 
 
