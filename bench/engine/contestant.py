@@ -11,9 +11,10 @@ Memory: the kernel's high-water mark of the resident set, reset after all import
 that moment. Bytes: /proc/self/io, which counts all threads of the process, and the whole device's count
 beside it.
 Seconds: the wall clock of forward, backward and step.
-Ranks: where the environment names several (RANK, WORLD_SIZE, as torchrun sets them), each joins the group over
-gloo, and trains on tokens of its own. Bytes sent: what the kernel counts as acknowledged on the TCP connections
-of the process, which are gloo's. Collectives: c10d's operations in one more step, by torch's profiler.
+Ranks: where the environment names several (RANK, WORLD_SIZE, as torchrun sets them), each joins the group
+over gloo, and trains on tokens of its own. Bytes sent: what the kernel counts as acknowledged on the TCP
+connections of the process, which are gloo's. Collectives: c10d's operations in one more step, by torch's
+profiler.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def resident(key: str = "VmRSS") -> int:
 
 
 def proportional(pid: int | str = "self") -> int:
-    """Return bytes of a process's memory, pages that several share divided among them; 0 when it has ended."""
+    """Return bytes of a process's memory, pages that several share divided among them; 0 at its end."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
             if line.startswith("Pss:"):
@@ -305,7 +306,7 @@ def ddp(spec: Spec) -> Contestant:
 
 
 def fsdp2(spec: Spec) -> Contestant:
-    """torch's fully_shard on several ranks, in memory: fp32 shards, bf16 computing, gradients reduced in fp32."""
+    """FSDP2 (fully_shard) on several ranks, in memory: fp32 shards, bf16 computing, sums in fp32."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 

@@ -1,11 +1,11 @@
 """`infinity bench ranks`: steps of several ranks on this machine, beside DDP, FSDP2 and DeepSpeed ZeRO-3.
 
-    infinity bench ranks --nvme DIR --ranks 2 4 --model 25m --tokens 16 --peer ddp --peer fsdp2 --json ranks.json
+    infinity bench ranks --nvme DIR --ranks 2 4 --tokens 16 --peer ddp --peer fsdp2 --json ranks.json
 
 Ranks are processes over gloo, one thread each, that share the machine's cores. Contestants run in turn, in
-rounds; figures are medians of the rounds. Bytes sent are the kernel's count on each rank's TCP connections, so
-that all contestants are counted alike. The machine's memory is the sum of the ranks' proportional set sizes,
-which count shared pages once; it is looked up several times a second.
+rounds; figures are medians of the rounds. Bytes sent are the kernel's count on each rank's TCP connections,
+so that all contestants are counted alike. The machine's memory is the sum of the ranks' proportional set
+sizes, which count shared pages once; it is looked up several times a second.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RankCase:
     @property
     def name(self) -> str:
         """Its name, without the ranks."""
-        return PEERS[self.kind] if self.kind in PEERS else f"Infinity, {self.budget}"
+        return PEERS.get(self.kind, f"Infinity, {self.budget}")
 
     def settings(self, model: str, update: str) -> dict[str, Any]:
         """Return the settings of its kind."""
@@ -126,7 +126,7 @@ def findings_of(
         for kind, times in row["times_as_fast"].items()
     ]
     return Findings(
-        title=f"A training step on several ranks, {model.tokens} tokens on each; medians of {options.rounds} rounds",
+        title=f"A step on several ranks, {model.tokens} tokens on each; medians of {options.rounds} rounds",
         rows=rows,
         columns=[
             Column("contestant", "contestant"),
@@ -142,7 +142,8 @@ def findings_of(
         ],
         verdicts=[
             *said,
-            f"Llama of {rows[0]['parameters'] / 1e6:.1f} M parameters, bf16, recomputed; peaks are above the imports",
+            f"Llama of {rows[0]['parameters'] / 1e6:.1f} M parameters, bf16, recomputed",
+            "peaks are above the imports",
         ],
         options=asked(options),
     )
