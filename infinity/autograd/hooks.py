@@ -173,21 +173,22 @@ class Hooks:
         task = graph_task()
         if task == -1 and self._tasks:
             self.end_backward()  # the last one ended with an exception
+        key = id(module)
         for frame in self._frames:
-            if frame.module == id(module) and not runs_in_itself(module):
+            if frame.module == key and not runs_in_itself(module):
                 self._abandon_frames()
                 break
-        if not self._frames:
+        outer = self._frames[-1] if self._frames else None
+        if outer is None:
             self._begin_outermost(module, task, inputs, below)
         watched, saving = self._watching(task, inputs) if torch.is_grad_enabled() and saves else (None, None)
-        outer = self._frames[-1] if self._frames else None
         counts = task == -1 and self._counting and (outer is None or (outer.counts and not outer.slices))
         keeps = not isinstance(module, Tile)
         slices = "forward" in module.__dict__ and runs_in_slices(module)
         again = task != -1 and keeps and takes_slices_back(torch._C._current_autograd_node())
-        frame = Frame(id(module), task, watched, saving, keeps, counts, slices, again)
+        frame = Frame(key, task, watched, saving, keeps, counts, slices, again)
         self._frames.append(frame)
-        if task != -1:
+        if task != -1 and (not self._tasks or self._tasks[-1] != task):
             self._note_backward(task)
         if self._at_once and outer is None:
             self._hold_all(below, frame)
@@ -241,7 +242,7 @@ class Hooks:
         self._residency.hold(unit, Phase.FORWARD if frame.task == -1 else Phase.BACKWARD)
         frame.units.append(unit)
         if frame.counts:
-            self._forward_uses[unit] += 1
+            self._forward_uses[unit] = self._forward_uses.get(unit, 0) + 1
         if frame.inputs is not None and not unit.trainable and not leased:
             self._watch(unit, _differentiable(frame.inputs))
 
@@ -264,15 +265,15 @@ class Hooks:
         """
         if self._at_once and all(frame.module != id(module) for frame in self._frames):
             return
-        while self._frames:
-            ours = self._frames[-1].module == id(module)
-            self._end_frame(self._frames[-1], output if ours else None)
-            if ours:
-                break
-        if not self._frames and graph_task() == -1:
+        frames, key, ours = self._frames, id(module), False
+        while frames and not ours:
+            ours = frames[-1].module == key
+            self._end_frame(frames[-1], output if ours else None)
+        if not frames and graph_task() == -1:
             self._residency.meet()
-        self._residency.raise_refused()
-        if not self._frames and self._counting:
+        if self._residency.refused is not None:
+            self._residency.raise_refused()
+        if not frames and self._counting:
             for one in self.followers:
                 one.ended(output)
 

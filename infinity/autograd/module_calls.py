@@ -104,9 +104,9 @@ def _would_repeat_weight(linear: nn.Linear, given: Any) -> bool:
     """Whether torch would multiply a strided input, as the last tokens of each sequence are, with as many
     copies of the weight as there are sequences. It does so where neither of them asks for gradients.
     """
-    if not isinstance(given, torch.Tensor) or given.dim() < 3 or given.is_contiguous():
+    if not isinstance(given, torch.Tensor) or given.requires_grad or given.is_contiguous():
         return False
-    return not given.requires_grad and not linear.weight.requires_grad
+    return given.dim() > 2 and not linear.weight.requires_grad
 
 
 class Leaving(_Hook):
