@@ -24,6 +24,13 @@ Following each module costs as much as computing it, where one token is computed
 forward without gradients that finds all its units where they compute, so that a use would fetch nothing,
 holds all of them from its begin to its end, and the modules in it are not followed.
 
+[Note: covered modules]
+Nor are the modules in a block followed whose units, all of them, the block holds (Config(units="block")):
+what they would hold is held, until the block's forward ends or, in a recomputation, until the gradients are
+there. But where something has changed in between that decides what autograd saves, and with which hooks, as
+a checkpoint within the block has, or where tiling has given such a module a forward of its own, it is
+followed as ever, and holds the block's unit once more.
+
 [Note: routed units in tiles]
 A module that runs in tiles holds all units in it, so that one fetch serves every tile. Of experts, which the
 data chooses, a tile may need a few: in a round, where no backward needs the others, each is held by the
@@ -71,6 +78,8 @@ class Frame:
     counts: bool  # each use in it brings a gradient
     slices: bool  # for autograd, all uses within it are one
     again: bool  # a node recomputes a slice in it, and others will follow
+    covers: frozenset[int]  # id() of modules: see [Note: covered modules]
+    saves: object  # what decided what autograd saves, see `_saves`; known where it covers any
     units: list[Unit] = field(default_factory=list)
 
 
@@ -164,13 +173,14 @@ class Hooks:
         *,
         saves: bool = True,
         below: Sequence[Unit] = (),
+        covers: frozenset[int] = frozenset(),
     ) -> None:
         """Begin a module's forward; without `saves` the graph that is built takes no hooks. below: the units
-        of all modules in it, if they are known.
+        of all modules in it, if they are known. covers: see [Note: covered modules].
         """
-        if self._at_once and self._is_covered(module):
-            return
         task = graph_task()
+        if self._frames and self._is_held(module, task):
+            return
         if task == -1 and self._tasks:
             self.end_backward()  # the last one ended with an exception
         key = id(module)
@@ -186,9 +196,10 @@ class Hooks:
         keeps = not isinstance(module, Tile)
         slices = "forward" in module.__dict__ and runs_in_slices(module)
         again = task != -1 and keeps and takes_slices_back(torch._C._current_autograd_node())
-        frame = Frame(key, task, watched, saving, keeps, counts, slices, again)
+        covered = (frozenset(), None) if slices or not covers else (covers, self._saves())
+        frame = Frame(key, task, watched, saving, keeps, counts, slices, again, *covered)
         self._frames.append(frame)
-        if task != -1 and (not self._tasks or self._tasks[-1] != task):
+        if task != -1:
             self._note_backward(task)
         if self._at_once and outer is None:
             self._hold_all(below, frame)
@@ -197,6 +208,26 @@ class Hooks:
         for unit in units:
             if not (as_chosen and unit in self._residency.routed):
                 self._hold(unit, frame)
+
+    def _is_held(self, module: nn.Module, task: int) -> bool:
+        """Whether a forward that is under way holds what `module` uses: see [Note: covered modules] and
+        [Note: all at once].
+        """
+        if self._at_once and self._is_covered(module):
+            return True
+        frame = self._frames[-1]
+        if id(module) not in frame.covers or frame.task != task or "forward" in module.__dict__:
+            return False
+        return not torch.is_grad_enabled() or frame.saves == self._saves()
+
+    def _saves(self) -> object:
+        """Return what decides what autograd saves, and with which hooks: outside a backward, those that pack
+        weights for it.
+        """
+        if not torch.is_grad_enabled() or graph_task() != -1:
+            return torch.is_grad_enabled()
+        pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return None if pair is None else pair[0]
 
     def _watching(
         self, task: int, inputs: Any
@@ -266,6 +297,8 @@ class Hooks:
         if self._at_once and all(frame.module != id(module) for frame in self._frames):
             return
         frames, key, ours = self._frames, id(module), False
+        if frames and key in frames[-1].covers and "forward" not in module.__dict__:
+            return
         while frames and not ours:
             ours = frames[-1].module == key
             self._end_frame(frames[-1], output if ours else None)

@@ -85,8 +85,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         """
         self.updates_at_fetch = True
         """Whether updates are pending until the next fetch, and not applied in the backward."""
-        self.refused: UnsupportedError | None = None
-        """For `raise_refused`, which need not be called while it is None."""
+        self.refused: UnsupportedError | None = None  # for `raise_refused`
         self._assembler = assembler
         self._uses_of: dict[Phase, list[Use]] = {}
         self._meeting: MeetingOfRanks | None = None
