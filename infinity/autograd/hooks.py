@@ -27,9 +27,11 @@ holds all of them from its begin to its end, and the modules in it are not follo
 [Note: covered modules]
 Nor are the modules in a block followed whose units, all of them, the block holds (Config(units="block")):
 what they would hold is held, until the block's forward ends or, in a recomputation, until the gradients are
-there. But where something has changed in between that decides what autograd saves, and with which hooks, as
-a checkpoint within the block has, or where tiling has given such a module a forward of its own, it is
-followed as ever, and holds the block's unit once more.
+there. But where something has changed in between that decides what autograd saves, and with which hooks, or
+where tiling has given such a module a forward of its own, it is followed as ever, and holds the block's unit
+once more. A checkpoint within the block has other hooks, which need ours only where units are frozen. What it
+recomputes are the block's modules, and not the block: the first one that is called then holds the unit for
+the others.
 
 [Note: routed units in tiles]
 A module that runs in tiles holds all units in it, so that one fetch serves every tile. Of experts, which the
@@ -168,7 +170,7 @@ class Hooks:
     def enter(
         self,
         module: nn.Module,
-        units: Iterable[Unit],
+        units: Sequence[Unit],
         inputs: Any = (),
         *,
         saves: bool = True,
@@ -179,7 +181,7 @@ class Hooks:
         of all modules in it, if they are known. covers: see [Note: covered modules].
         """
         task = graph_task()
-        if self._frames and self._is_held(module, task):
+        if self._is_held(module, task) if self._frames else self._is_held_already(module, units, task):
             return
         if task == -1 and self._tasks:
             self.end_backward()  # the last one ended with an exception
@@ -218,7 +220,22 @@ class Hooks:
         frame = self._frames[-1]
         if id(module) not in frame.covers or frame.task != task or "forward" in module.__dict__:
             return False
-        return not torch.is_grad_enabled() or frame.saves == self._saves()
+        if not torch.is_grad_enabled():
+            return True
+        saves = self._saves()
+        return saves == frame.saves or (_is_hook_of_checkpoint(saves) and _all_trainable(frame.units))
+
+    def _is_held_already(self, module: nn.Module, units: Sequence[Unit], task: int) -> bool:
+        """Whether a recomputation in the same backward holds all that `module`, which calls no other, uses
+        until the gradients are there.
+        """
+        if task == -1 or not units or module._modules or not _all_trainable(units):  # noqa: SLF001
+            return False
+        for unit in units:
+            holds = self._holds.get(unit)
+            if not holds or holds[-1] != task:
+                return False
+        return True
 
     def _saves(self) -> object:
         """Return what decides what autograd saves, and with which hooks: outside a backward, those that pack
@@ -543,6 +560,13 @@ def _unchanged(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
             "too, as they were when it began."
         )
     return tensor
+
+
+def _all_trainable(units: Iterable[Unit]) -> bool:
+    for unit in units:  # noqa: SIM110 - all() takes twice as long, and each use asks
+        if not unit.trainable:
+            return False
+    return True
 
 
 def _is_hook_of_checkpoint(pack: Any) -> bool:
