@@ -207,7 +207,9 @@ def test_weights_are_read_and_edited_module_by_module():
 
 
 @pytest.mark.disk
-@pytest.mark.parametrize(("first", "then"), [("module", "block"), ("block", "module")])
+@pytest.mark.parametrize(
+    ("first", "then"), [("module", "block"), pytest.param("block", "module", marks=pytest.mark.slow)]
+)
 def test_a_checkpoint_of_either_units_is_loaded_in_the_other(folder, first, then):
     shown = []
     for number, (kind, load) in enumerate(((first, False), (then, True), (then, False))):
@@ -248,7 +250,7 @@ def test_a_durable_run_that_was_begun_with_other_units_is_refused_by_name(folder
 
 
 @pytest.mark.disk
-@pytest.mark.parametrize("memory", ["128KiB", "64MiB"])
+@pytest.mark.parametrize("memory", [pytest.param("128KiB", marks=pytest.mark.slow), "64MiB"])
 def test_a_frozen_base_stays_in_its_files_block_by_block(folder, memory):
     torch.manual_seed(1)
     models.MODELS["llama"]().to(torch.bfloat16).save_pretrained(folder / "model", max_shard_size="60kB")
@@ -265,7 +267,7 @@ def test_a_frozen_base_stays_in_its_files_block_by_block(folder, memory):
 
 
 @pytest.mark.disk
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_blocks_that_were_evicted_while_the_model_was_built_have_the_same_values(folder, dtype, monkeypatch):
     """The window of half the budget is smaller than the model: some modules had records of their own."""
     torch.manual_seed(0)
