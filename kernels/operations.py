@@ -56,24 +56,28 @@ def _check_noise(key: int, first: int) -> None:
             raise ValueError(message)
 
 
+_U8, _U16, _I16, _F32 = map(ffi.typeof, ("uint8_t *", "uint16_t *", "int16_t *", "float *"))
+"""Found once: a text is looked up at each cast."""
+
+
 def as_u8(address: int) -> Any:
     """Return an address as a C pointer."""
-    return ffi.cast("uint8_t *", address)
+    return ffi.cast(_U8, address)
 
 
 def as_u16(address: int) -> Any:
     """Return an address as a C pointer."""
-    return ffi.cast("uint16_t *", address)
+    return ffi.cast(_U16, address)
 
 
 def as_i16(address: int) -> Any:
     """Return an address as a C pointer."""
-    return ffi.cast("int16_t *", address)
+    return ffi.cast(_I16, address)
 
 
 def as_f32(address: int) -> Any:
     """Return an address as a C pointer."""
-    return ffi.cast("float *", address)
+    return ffi.cast(_F32, address)
 
 
 @lru_cache(maxsize=64)  # a step has few different scalars, but calls a kernel for every tile

@@ -3,7 +3,8 @@ Measured with real engines on models with almost no bytes or arithmetic, alone a
 
     python -m infinity.bench.engine.overhead --nvme DIR
 
-prints the latter, with everything in memory and with almost nothing there.
+prints the latter, with everything in memory and with almost nothing there, with units of modules and of
+blocks. A use of a block is one of all its modules, so both are shown for each use of a module, too.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import argparse
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -38,10 +39,15 @@ _REQUESTS = 8
 """Requests per tile of a record: hi, lo, m and v are read and written."""
 _SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 _SMALL["vocab_size"] = 256
-"""A Llama with negligible arithmetic, of 39 units, each used twice in a step."""
-_LITTLE, _ALL = "256KiB", "64MiB"
-"""Budgets that hold little of it, and everything."""
-_GOAL = Target("≤", 100, "µs of the compute thread per use of a unit, everything in memory")
+"""A Llama with negligible arithmetic, of 39 modules with parameters, each used twice in a step."""
+_LITTLE, _SOME, _ALL = "256KiB", "2MiB", "64MiB"
+"""Budgets that hold little of it, some, and everything."""
+_MEASURED = ((_LITTLE, "module"), (_SOME, "module"), (_SOME, "block"), (_ALL, "module"), (_ALL, "block"))
+"""With little, no block is small enough."""
+_GOALS = {
+    units: Target("≤", 100, f"µs of the compute thread per use of a module, all in memory, by {units}")
+    for units in ("module", "block")
+}
 _LEAST_SHARE = 0.02
 """The least part of its speed that computing keeps: with 0, a forecast would never end."""
 
@@ -140,11 +146,29 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def use_toll(folder: str, host_memory: str = _LITTLE, repeats: int = 5) -> float:
-    """Return the compute thread's additional seconds per use of a unit: for a small model's step in Infinity,
-    compared with the same step without it, in turns. Updates of what lies in memory are among them.
+class StepToll(NamedTuple):
+    """What Infinity's Python takes of a step of the small model, beside the step itself."""
+
+    host_memory: str
+    units: str
+    seconds: float
+    uses: int
+    """Of units."""
+
+    @property
+    def use_s(self) -> float:
+        """Seconds per use of a unit."""
+        return self.seconds / self.uses
+
+
+def step_toll(
+    folder: str, host_memory: str = _LITTLE, repeats: int = 5, *, units: str = "module"
+) -> StepToll:
+    """Return the compute thread's additional seconds of a step: of a small model's step in Infinity, compared
+    with the same step without it, in turns. Updates of what lies in memory are among them.
     """
-    ours = Spec("infinity", _SMALL, 1, 8, folder, "", settings=settings_of(host_memory))
+    settings = {**settings_of(host_memory), "units": units}
+    ours = Spec("infinity", _SMALL, 1, 8, folder, "", settings=settings)
     without = contestant.forward_backward(ours)
     within = replace(contestant.infinity(ours), moved=without.moved)  # counting bytes is no part of a step
     for _ in range(3):  # after these the order of uses is known, moments exist, and fields have moved
@@ -155,13 +179,13 @@ def use_toll(folder: str, host_memory: str = _LITTLE, repeats: int = 5) -> float
     steps = [partial(contestant.one_step, one, ours, 0) for one in (within, without)]
     seconds = [[_thread_s(step) for step in steps] for _ in range(repeats)]
     within_s, without_s = (min(taken) for taken in zip(*seconds, strict=True))
-    return float(max(0.0, within_s - without_s) / uses)
+    return StepToll(host_memory, units, float(max(0.0, within_s - without_s)), uses)
 
 
 def tolls(folder: str, compute: Callable[[], object]) -> dict[str, float]:
     """Return all figures, by their names in simulator.Rates; see `request_toll` for `compute`."""
     names = ("request_s", "asking", "computing_asked")
-    return {**dict(zip(names, request_toll(folder, compute), strict=True)), "use_s": use_toll(folder)}
+    return {**dict(zip(names, request_toll(folder, compute), strict=True)), "use_s": step_toll(folder).use_s}
 
 
 def _thread_s(call: Callable[[], Any]) -> float:
@@ -174,16 +198,30 @@ def _thread_s(call: Callable[[], Any]) -> float:
 # The command
 
 
-def findings_of(use_s: dict[str, float], options: argparse.Namespace) -> Findings:
-    """Show the seconds per use at each host_memory beside the goal."""
+def findings_of(tolls: Sequence[StepToll], options: argparse.Namespace) -> Findings:
+    """Show the seconds of a step, and per use, at each host_memory beside the goal. Uses of modules are those
+    of a step whose units are modules.
+    """
+    modules = max(one.uses for one in tolls)
+    rows: list[dict[str, Any]] = [
+        {**one._asdict(), "use_s": one.use_s, "module_s": one.seconds / modules} for one in tolls
+    ]
     return Findings(
         title="The compute thread's time for Infinity",
-        rows=[{"host_memory": budget, "use_s": taken} for budget, taken in use_s.items()],
+        rows=rows,
         columns=[
             Column("host_memory", "host_memory"),
+            Column("units", "units"),
+            Column("uses", "uses a step", str),
+            Column("seconds", "a step", lambda taken: f"{1e3 * taken:.1f} ms"),
             Column("use_s", "per use of a unit", lambda taken: f"{1e6 * taken:.0f} µs"),
+            Column("module_s", "per use of a module", lambda taken: f"{1e6 * taken:.0f} µs"),
         ],
-        verdicts=[_GOAL.verdict([1e6 * use_s[_ALL]])],
+        verdicts=[
+            _GOALS[row["units"]].verdict([1e6 * row["module_s"]])
+            for row in rows
+            if row["host_memory"] == _ALL
+        ],
         options=asked(options),
     )
 
@@ -191,8 +229,8 @@ def findings_of(use_s: dict[str, float], options: argparse.Namespace) -> Finding
 def _measure(options: argparse.Namespace, folder: Path, console: Console) -> Findings:
     torch.set_num_threads(1)  # what others compute meanwhile is no time of this thread's
     with console.status("training a small model"):
-        use_s = {budget: use_toll(str(folder), budget, options.repeats) for budget in (_LITTLE, _ALL)}
-    return findings_of(use_s, options)
+        found = [step_toll(str(folder), budget, options.repeats, units=units) for budget, units in _MEASURED]
+    return findings_of(found, options)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -332,20 +332,24 @@ class Arrivals:
                 self._gradients.settle(unit)
         for updater in [one for one in self.optimizers if one.update == "backward"]:
             for unit in self._units:
-                waiting = [one for one in self._kept(unit, updater) if one.form in (Form.HOST, Form.SPILLED)]
+                waiting = self._kept(unit, updater)
                 if waiting:
                     self._gradients.apply(unit, waiting, updater.decide_now)
 
-    def _kept(self, unit: Unit, updater: Updater) -> Iterator[Gradient]:
-        """Yield the gradients of a unit's parameters that `updater` has, and that have not been applied."""
-        for parameter in unit.parameters:
-            with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
-                grad = parameter.grad
+    def _kept(self, unit: Unit, updater: Updater) -> list[Gradient]:
+        """Return the stored gradients of a unit's parameters that `updater` has, and that have not been
+        applied.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
+            grads = [parameter.grad for parameter in unit.parameters]
+        found = []
+        for parameter, grad in zip(unit.parameters, grads, strict=True):
             applied = isinstance(grad, OffloadedGradient) and grad.gradient.form is Form.APPLIED
             if grad is not None and not applied and updater.has(parameter):
                 gradient = self.gradient_of(parameter)
-                if gradient is not None:
-                    yield gradient
+                if gradient is not None and gradient.form in (Form.HOST, Form.SPILLED):
+                    found.append(gradient)
+        return found
 
     def finish_backward(self) -> None:
         """Settle what a backward that raised has left. Called before a step is decided."""

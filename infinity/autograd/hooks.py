@@ -24,6 +24,15 @@ Following each module costs as much as computing it, where one token is computed
 forward without gradients that finds all its units where they compute, so that a use would fetch nothing,
 holds all of them from its begin to its end, and the modules in it are not followed.
 
+[Note: covered modules]
+Nor are the modules in a block followed whose units, all of them, the block holds (Config(units="block")):
+what they would hold is held, until the block's forward ends or, in a recomputation, until the gradients are
+there. But where something has changed in between that decides what autograd saves, and with which hooks, or
+where tiling has given such a module a forward of its own, it is followed as ever, and holds the block's unit
+once more. A checkpoint within the block has other hooks, which need ours only where units are frozen. What it
+recomputes are the block's modules, and not the block: the first one that is called then holds the unit for
+the others.
+
 [Note: routed units in tiles]
 A module that runs in tiles holds all units in it, so that one fetch serves every tile. Of experts, which the
 data chooses, a tile may need a few: in a round, where no backward needs the others, each is held by the
@@ -71,6 +80,8 @@ class Frame:
     counts: bool  # each use in it brings a gradient
     slices: bool  # for autograd, all uses within it are one
     again: bool  # a node recomputes a slice in it, and others will follow
+    covers: frozenset[int]  # id() of modules: see [Note: covered modules]
+    saves: object  # what decided what autograd saves, see `_saves`; known where it covers any
     units: list[Unit] = field(default_factory=list)
 
 
@@ -159,33 +170,36 @@ class Hooks:
     def enter(
         self,
         module: nn.Module,
-        units: Iterable[Unit],
+        units: Sequence[Unit],
         inputs: Any = (),
         *,
         saves: bool = True,
         below: Sequence[Unit] = (),
+        covers: frozenset[int] = frozenset(),
     ) -> None:
         """Begin a module's forward; without `saves` the graph that is built takes no hooks. below: the units
-        of all modules in it, if they are known.
+        of all modules in it, if they are known. covers: see [Note: covered modules].
         """
-        if self._at_once and self._is_covered(module):
-            return
         task = graph_task()
+        if self._is_held(module, task) if self._frames else self._is_held_already(module, units, task):
+            return
         if task == -1 and self._tasks:
             self.end_backward()  # the last one ended with an exception
+        key = id(module)
         for frame in self._frames:
-            if frame.module == id(module) and not runs_in_itself(module):
+            if frame.module == key and not runs_in_itself(module):
                 self._abandon_frames()
                 break
-        if not self._frames:
+        outer = self._frames[-1] if self._frames else None
+        if outer is None:
             self._begin_outermost(module, task, inputs, below)
         watched, saving = self._watching(task, inputs) if torch.is_grad_enabled() and saves else (None, None)
-        outer = self._frames[-1] if self._frames else None
         counts = task == -1 and self._counting and (outer is None or (outer.counts and not outer.slices))
         keeps = not isinstance(module, Tile)
         slices = "forward" in module.__dict__ and runs_in_slices(module)
         again = task != -1 and keeps and takes_slices_back(torch._C._current_autograd_node())
-        frame = Frame(id(module), task, watched, saving, keeps, counts, slices, again)
+        covered = (frozenset(), None) if slices or not covers else (covers, self._saves())
+        frame = Frame(key, task, watched, saving, keeps, counts, slices, again, *covered)
         self._frames.append(frame)
         if task != -1:
             self._note_backward(task)
@@ -196,6 +210,41 @@ class Hooks:
         for unit in units:
             if not (as_chosen and unit in self._residency.routed):
                 self._hold(unit, frame)
+
+    def _is_held(self, module: nn.Module, task: int) -> bool:
+        """Whether a forward that is under way holds what `module` uses: see [Note: covered modules] and
+        [Note: all at once].
+        """
+        if self._at_once and self._is_covered(module):
+            return True
+        frame = self._frames[-1]
+        if id(module) not in frame.covers or frame.task != task or "forward" in module.__dict__:
+            return False
+        if not torch.is_grad_enabled():
+            return True
+        saves = self._saves()
+        return saves == frame.saves or (_is_hook_of_checkpoint(saves) and _all_trainable(frame.units))
+
+    def _is_held_already(self, module: nn.Module, units: Sequence[Unit], task: int) -> bool:
+        """Whether a recomputation in the same backward holds all that `module`, which calls no other, uses
+        until the gradients are there.
+        """
+        if task == -1 or not units or module._modules or not _all_trainable(units):  # noqa: SLF001
+            return False
+        for unit in units:
+            holds = self._holds.get(unit)
+            if not holds or holds[-1] != task:
+                return False
+        return True
+
+    def _saves(self) -> object:
+        """Return what decides what autograd saves, and with which hooks: outside a backward, those that pack
+        weights for it.
+        """
+        if not torch.is_grad_enabled() or graph_task() != -1:
+            return torch.is_grad_enabled()
+        pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return None if pair is None else pair[0]
 
     def _watching(
         self, task: int, inputs: Any
@@ -241,7 +290,7 @@ class Hooks:
         self._residency.hold(unit, Phase.FORWARD if frame.task == -1 else Phase.BACKWARD)
         frame.units.append(unit)
         if frame.counts:
-            self._forward_uses[unit] += 1
+            self._forward_uses[unit] = self._forward_uses.get(unit, 0) + 1
         if frame.inputs is not None and not unit.trainable and not leased:
             self._watch(unit, _differentiable(frame.inputs))
 
@@ -264,15 +313,17 @@ class Hooks:
         """
         if self._at_once and all(frame.module != id(module) for frame in self._frames):
             return
-        while self._frames:
-            ours = self._frames[-1].module == id(module)
-            self._end_frame(self._frames[-1], output if ours else None)
-            if ours:
-                break
-        if not self._frames and graph_task() == -1:
+        frames, key, ours = self._frames, id(module), False
+        if frames and key in frames[-1].covers and "forward" not in module.__dict__:
+            return
+        while frames and not ours:
+            ours = frames[-1].module == key
+            self._end_frame(frames[-1], output if ours else None)
+        if not frames and graph_task() == -1:
             self._residency.meet()
-        self._residency.raise_refused()
-        if not self._frames and self._counting:
+        if self._residency.refused is not None:
+            self._residency.raise_refused()
+        if not frames and self._counting:
             for one in self.followers:
                 one.ended(output)
 
@@ -509,6 +560,13 @@ def _unchanged(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
             "too, as they were when it began."
         )
     return tensor
+
+
+def _all_trainable(units: Iterable[Unit]) -> bool:
+    for unit in units:  # noqa: SIM110 - all() takes twice as long, and each use asks
+        if not unit.trainable:
+            return False
+    return True
 
 
 def _is_hook_of_checkpoint(pack: Any) -> bool:

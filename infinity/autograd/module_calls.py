@@ -34,9 +34,11 @@ class Follower(Protocol):
         *,
         saves: bool = True,
         below: Sequence[Unit] = (),
+        covers: frozenset[int] = frozenset(),
     ) -> None:
         """Begin a module's forward; without `saves` the graph that is built takes no hooks. below: the units
-        of all modules in it, if they are known.
+        of all modules in it, if they are known. covers: the id() of each module in it that uses none but
+        `units`.
         """
 
     def leave(self, module: nn.Module, output: Any) -> None:
@@ -68,10 +70,19 @@ class _Hook:
 class Entering(_Hook):
     """The hook that begins a module's forward; it keeps `owner`, the engine, alive."""
 
-    def __init__(self, owner: object, hooks: Follower, units: list[Unit], below: list[Unit]) -> None:
-        """Fetch `units`, or all those `below` where one call of the module calls each child many times."""
+    def __init__(
+        self,
+        owner: object,
+        hooks: Follower,
+        units: list[Unit],
+        below: list[Unit],
+        covers: frozenset[int] = frozenset(),
+    ) -> None:
+        """Fetch `units`, or all those `below` where one call of the module calls each child many times.
+        covers: see [Note: covered modules] in hooks.
+        """
         self._owner, self._hooks = owner, hooks
-        self._units, self._below = units, below
+        self._units, self._below, self._covers = units, below, covers
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """As torch calls it; returns other arguments where `_would_repeat_weight`."""
@@ -80,7 +91,7 @@ class Entering(_Hook):
             units = self._below if runs_in_slices(module) else units
             units = [] if postpones(module, kwargs) else units
         if torch._C._functorch.peek_interpreter_stack() is None:
-            self._hooks.enter(module, units, (args, kwargs), below=self._below)
+            self._hooks.enter(module, units, (args, kwargs), below=self._below, covers=self._covers)
         else:
             self._enter_transformed(module, units, (args, kwargs))
         if isinstance(module, nn.Linear) and args and _would_repeat_weight(module, args[0]):
@@ -104,9 +115,9 @@ def _would_repeat_weight(linear: nn.Linear, given: Any) -> bool:
     """Whether torch would multiply a strided input, as the last tokens of each sequence are, with as many
     copies of the weight as there are sequences. It does so where neither of them asks for gradients.
     """
-    if not isinstance(given, torch.Tensor) or given.dim() < 3 or given.is_contiguous():
+    if not isinstance(given, torch.Tensor) or given.requires_grad or given.is_contiguous():
         return False
-    return not given.requires_grad and not linear.weight.requires_grad
+    return given.dim() > 2 and not linear.weight.requires_grad
 
 
 class Leaving(_Hook):

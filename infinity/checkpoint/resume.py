@@ -148,7 +148,16 @@ def _check_fits(commit: Commit, training: Training, durable: Durable) -> None:
 
 
 def _whole(commit: Commit, engine: Engine) -> str:
-    """Say what to set where the model has more slices than the commit."""
+    """Say what to set where the model has more slices than the commit, or other units of the same
+    parameters.
+    """
+    named = {segment for one in commit.records for segment in one.segments}
+    if named == {(one.name, one.shape) for unit in engine.units for one in unit.layout.segments}:
+        began = "block" if len(commit.records) < len(engine.units) else "module"
+        return (
+            f' of the same parameters. Config(units="{began}") has those that the run began with; a '
+            "checkpoint of infinity.save fits any"
+        )
     theirs, ours = (sum(".tiles." in f".{one.name}" for one in of) for of in (commit.records, engine.units))
     if ours <= theirs:
         return ""

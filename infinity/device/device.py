@@ -24,7 +24,7 @@ import os
 import pkgutil
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -42,8 +42,7 @@ from infinity.storage.store import DONE, TensorStore, Transfer
 logger = logging.getLogger("infinity")
 
 
-@dataclass(frozen=True, slots=True)
-class Download:
+class Download(NamedTuple):
     """A contiguous copy of a tensor in host memory, and its transfer, which may still run: a Future.
 
     On an accelerator the memory is reused when the last tensor that shares it is gone.

@@ -12,6 +12,7 @@ from infinity.engine.refused import wrong_dtype
 from infinity.errors import UnsupportedError
 from infinity.planning.layout import RecordSchema
 from infinity.records.record import Record
+from infinity.records.weights import compute_dtype
 from infinity.storage.packed import FileRange, Packed
 
 
@@ -50,6 +51,27 @@ class BuiltParameter:
         """Note where in a checkpoint's files its values are."""
         self.lies = where
 
+    def part_of(self, parameter: nn.Parameter, record: Record) -> torch.Tensor:
+        """Return this rank's part of the values of the parameter, which is real, for its record."""
+        values = parameter.detach().cpu()
+        as_it_is = values.dtype in (torch.float32, compute_dtype(record.schema))
+        return record.rank_part(self.index, (values if as_it_is else values.float()).contiguous())
+
+    def field_in(self, record: Record) -> tuple[str, torch.dtype]:
+        """Return the field of its record, and the type, that its values are read from."""
+        computes = self.dtype == compute_dtype(record.schema)
+        return ("hi", self.dtype) if computes else ("master", torch.float32)
+
+    @property
+    def lies_in_files(self) -> bool:
+        """Whether it was evicted to a record that lies in a checkpoint's files."""
+        return self.record is not None and self.record.in_files is not None
+
+    def leave_record(self) -> Record | None:
+        """Belong to no record, until the parameter, which is real, is evicted anew; return what it left."""
+        left, self.record = self.record, None
+        return left
+
     def take(self, parameter: nn.Parameter, asked: torch.dtype | None, schema: RecordSchema) -> None:
         """Follow `p.data = ...`: note the dtype, and forget a record of another shape or schema.
 
@@ -66,7 +88,20 @@ class BuiltParameter:
         self.asked = asked
 
     @property
+    def has_views(self) -> bool:
+        """Whether other tensors share the memory of the parameter, which is real."""
+        parameter = self.parameter()
+        return parameter is not None and _shares(parameter) > _ALONE
+
+    @property
     def nbytes(self) -> int:
         """Bytes while real."""
         parameter = self.parameter()
         return 0 if parameter is None or self.is_mapped else parameter.numel() * self.dtype.itemsize
+
+
+def _shares(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+_ALONE = _shares(nn.Parameter(torch.zeros(1, device="cpu")))

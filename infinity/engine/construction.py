@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from infinity.config.sequence_ranks import check_experts
 from infinity.engine.asked import Asked
+from infinity.engine.blocks import Block, UnitKind, blocks_of, covered, name_blocks, own
 from infinity.engine.built_parameter import BuiltParameter
 from infinity.engine.embeddings import held_elsewhere, in_blocks, in_groups
 from infinity.engine.engine import Engine, engine_of
@@ -37,6 +38,7 @@ from infinity.engine.module_records import (
     name_records,
     named_modules,
     routed_records,
+    used_units,
 )
 from infinity.engine.origins import Origins
 from infinity.engine.overflow import Overflow
@@ -45,6 +47,7 @@ from infinity.engine.refused import check_kept, refuse_packed
 from infinity.engine.scripting import refuse_script
 from infinity.engine.stand_ins import StandIns
 from infinity.errors import UnsupportedError
+from infinity.planning.block_size import block_limit
 from infinity.planning.layout import RecordSchema
 from infinity.planning.tile_size import LEAST_SLICE_NBYTES, tile_choice
 from infinity.records.record import Record
@@ -307,9 +310,7 @@ class Construction:
             together = (
                 [entry] if module is None else [one for one in self._real.values() if one.module() is module]
             )
-            if any(one.nbytes for one in together) and not any(
-                _has_views(one.parameter()) for one in together
-            ):
+            if any(one.nbytes for one in together) and not any(one.has_views for one in together):
                 real_nbytes -= sum(one.nbytes for one in together)
                 self._origins.look()
                 self._evict(together)
@@ -336,10 +337,7 @@ class Construction:
         values: dict[Record, dict[int, dict[str, torch.Tensor]]] = {}
         for entry, parameter in entries:
             if entry.record is not None:
-                tensor = parameter.detach()
-                as_it_is = tensor.dtype in (torch.float32, compute_dtype(entry.record.schema))
-                tensor = tensor.cpu() if as_it_is else tensor.cpu().float()
-                part = entry.record.rank_part(entry.index, tensor.contiguous())
+                part = entry.part_of(parameter, entry.record)
                 values.setdefault(entry.record, {})[entry.index] = {"master": part}
         for record, fields in () if self._overflow else values.items():
             self._engine.parameters.write_record(record, fields)
@@ -402,7 +400,7 @@ class Construction:
             if self._overflow:
                 values.zero_()
             elif operation not in _OVERWRITES or (args and args[0] is not parameter):
-                field, dtype = self._weights_of(entry, entry.record)
+                field, dtype = entry.field_in(entry.record)
                 read = self._engine.parameters.read_record(entry.record, entry.index, {field: dtype})
                 values.copy_(read[field].view(parameter.shape))
             restore(parameter, values)
@@ -424,8 +422,8 @@ class Construction:
     def finish(self) -> list[nn.Module]:
         """Evict everything, and hand the finished models to the engine; return these."""
         modules = [module for reference in self._modules.values() if (module := reference()) is not None]
-        children = {id(child) for module in modules for child in module.children()}
-        roots = [module for module in modules if id(module) not in children]
+        within = {id(child) for module in modules for child in module.children()}
+        roots = [module for module in modules if id(module) not in within]
         for root in roots:
             if stands_in(root):
                 raise UnsupportedError(
@@ -433,21 +431,67 @@ class Construction:
                     "(nn.Sequential), inside Init, or leave tile_above out"
                 )
             self._sweep(root)
-        for module in modules:
-            if isinstance(module, TiledExperts):
-                module.view_where(None)
+        for module in [one for one in modules if isinstance(one, TiledExperts)]:
+            module.view_where(None)
         named = list(named_modules(roots))
         check_values(named)
         self._origins.look()
         if self._cut_embeddings(named):
             named = list(named_modules(roots))
+        blocks = self._join_blocks(named)
         for _, module in named:
             self._evict([self._real[id(one)] for one in module._parameters.values() if id(one) in self._real])
         self._real.clear()
         for why, nbytes in self._copied.items():
             logger.info("%s of the checkpoint have records of their own: %s", format_size(nbytes), why)
-        self._hand_over(named)
+        self._hand_over(named, blocks)
         return roots
+
+    def _join_blocks(self, named: list[tuple[str, nn.Module]]) -> list[Block]:
+        """Let the modules of small blocks share a unit, as Config says; return these blocks."""
+        engine, config = self._engine, self._engine.config
+        if config.units == "module":
+            return []
+        limit = block_limit(engine.budget.total_nbytes, config.device_nbytes)
+        blocks = blocks_of(named, self._kind_of, engine.ranks.least(limit, "size blocks"))
+        for group in [group for block in blocks for group in block.groups]:
+            self._join([self._entries[id(one)] for module in group for one in own(module)])
+        return blocks
+
+    def _kind_of(self, parameter: nn.Parameter) -> UnitKind | None:
+        """Return what the parameters of one unit have in common; None for one that shares none."""
+        entry = self._entry(parameter)
+        if entry is None or isinstance(entry.lies, Packed):
+            return None
+        schema, lies = self._schema(self._asked_of(parameter)), entry.lies_in_files
+        if id(parameter) in self._real and self._mapped is not None:
+            lies = isinstance(self._origins.of(parameter, compute_dtype(schema)), FileRange)
+        return UnitKind(schema, in_files=lies, trained=parameter.requires_grad)
+
+    def _join(self, entries: Sequence[BuiltParameter]) -> None:
+        """Let parameters of one kind share a record; those that were evicted leave theirs."""
+        parameters = [one for entry in entries if (one := entry.parameter()) is not None]
+        kind = self._kind_of(parameters[0])
+        if kind is not None and kind.in_files:
+            self._evict([one for one in entries if id(one.parameter()) in self._real])
+            record = self._engine.new_record(parameters, f"block no. {len(self._records)}", kind.schema)
+            self._engine.lay_in_files(record, [one.lies for one in entries if one.lies is not None])
+            self._records.append(record)
+            for index, entry in enumerate(entries):
+                entry.belongs_to(record, index)
+            return
+        counted = None
+        if any(one.record is not None for one in entries):
+            self._evict([one for one in entries if id(one.parameter()) in self._real])
+            counted = self._copied.copy()
+            self._restore(parameters, "data", ())
+        for left in dict.fromkeys(one.leave_record() for one in entries):
+            if left is not None:
+                self._records.remove(left)
+                for field in left.schema.weights:
+                    left.drop(field)
+        self._evict(entries)
+        self._copied = self._copied if counted is None else counted
 
     def _cut_embeddings(self, named: list[tuple[str, nn.Module]]) -> bool:
         """Cut large embeddings by their rows, in place, now that it is known what else uses their weights;
@@ -505,14 +549,9 @@ class Construction:
             raise not_resident(weight, "cut by rows")
         of_row = math.prod(weight.shape[1:])
         elements = range(rows.start * of_row, rows.stop * of_row)
-        field, dtype = self._weights_of(entry, entry.record)
+        field, dtype = entry.field_in(entry.record)
         parts = self._engine.parameters.read_elements(entry.record, entry.index, elements, {field: dtype})
         return parts[field].view(-1, *weight.shape[1:]).to(weight.device, entry.dtype)
-
-    def _weights_of(self, entry: BuiltParameter, record: Record) -> tuple[str, torch.dtype]:
-        """Return the field, and its type, that a parameter's values are read from."""
-        computes = entry.dtype == compute_dtype(record.schema)
-        return ("hi", entry.dtype) if computes else ("master", torch.float32)
 
     def _block_in_files(self, of: BuiltParameter, weight: nn.Parameter, rows: slice) -> EmbeddingTile:
         """Return a module of some rows of a weight that lies in a checkpoint's files, and is not real."""
@@ -534,8 +573,9 @@ class Construction:
         self.asked.note(piece, of.asked)
         return tile
 
-    def _hand_over(self, named: list[tuple[str, nn.Module]]) -> None:
+    def _hand_over(self, named: list[tuple[str, nn.Module]], blocks: Sequence[Block]) -> None:
         units, units_of = name_records(named, self._entry, self._engine.schema.dtype)
+        joined = name_blocks(blocks, units_of)
         self._overflow.refuse(self._records, units)
         for record in self._records:
             if record not in units:  # of parameters that are in no model
@@ -549,28 +589,12 @@ class Construction:
         if self._engine.expert_ranks is not None:
             check_divided(units, routed, self._engine.expert_ranks.size)
         opened = self._engine.open(units, routed, chosen_records(named, units_of))
+        used_of = used_units(named, units_of, opened, joined)
         for _, module in named:
-            if any(True for _ in module.parameters()):
-                # MultiheadAttention uses its child's weight itself, and its fast path only if it is there.
-                whole = module.modules() if isinstance(module, nn.MultiheadAttention) else (module,)
-                used, below = (
-                    list(dict.fromkeys(opened[one] for part in parts for one in units_of.get(id(part), ())))
-                    for parts in (whole, module.modules())
-                )
-                self._engine.hook(module, used, below)
+            if id(module) in used_of:
+                covers = covered(module, used_of) if id(module) in joined else frozenset()
+                self._engine.hook(module, *used_of[id(module)], covers)
         for name, module in named:
             if isinstance(module, Routed):
                 tiles = {id(tile): [opened[one] for one in units_of[id(tile)]] for tile in module.tiles}
                 self._engine.route(module, name, tiles)
-
-
-def _shares(tensor: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-_ALONE = _shares(nn.Parameter(torch.zeros(1, device="cpu")))
-
-
-def _has_views(parameter: torch.Tensor | None) -> bool:
-    """Whether other tensors share a real parameter's memory."""
-    return parameter is not None and _shares(parameter) > _ALONE

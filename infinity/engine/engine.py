@@ -432,11 +432,13 @@ class Engine:
         """Make room on the device; False where nothing can leave."""
         return self.residency.one_gives_way() or (self.pins is not None and self.pins.one_record_leaves())
 
-    def hook(self, module: nn.Module, units: list[Unit], below: list[Unit]) -> None:
+    def hook(
+        self, module: nn.Module, units: list[Unit], below: list[Unit], covers: frozenset[int] = frozenset()
+    ) -> None:
         """Follow a module's forward, which uses `units`, its state_dict and load_state_dict; `below` are the
-        units of all modules in it.
+        units of all modules in it. covers: see [Note: covered modules] in autograd/hooks.py.
         """
-        entering = Entering(self, self.hooks, units, below)
+        entering = Entering(self, self.hooks, units, below, covers)
         module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True)
         module.register_forward_hook(Leaving(self.hooks), with_kwargs=True, always_call=True)
         self.exchange.hook(module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -12,6 +12,7 @@ from infinity.records.record import Record
 from infinity.records.weights import compute_dtype
 from infinity.tiling import Routed
 from infinity.units.released import placeholder
+from infinity.units.unit import Unit
 
 
 def name_records(
@@ -65,6 +66,29 @@ def routed_records(
             if one not in others:
                 again[one] = again.get(one, False) or is_used_again
     return again
+
+
+def used_units(
+    named: list[tuple[str, nn.Module]],
+    records_of: Mapping[int, Sequence[Record]],
+    unit_of: Mapping[Record, Unit],
+    joined: Mapping[int, Sequence[nn.Module]],
+) -> dict[int, tuple[list[Unit], list[Unit]]]:
+    """Return the units that each module with parameters uses itself, and those of all modules in it, by its
+    id(). records_of: the records of its own parameters, likewise. joined: modules in it that share units.
+    """
+
+    def units(parts: Iterable[nn.Module]) -> list[Unit]:
+        return list(dict.fromkeys(unit_of[one] for part in parts for one in records_of.get(id(part), ())))
+
+    used = {}
+    for _, module in named:
+        if next(module.parameters(), None) is not None:
+            # MultiheadAttention uses its child's weight itself, and its fast path only if it is there.
+            whole = isinstance(module, nn.MultiheadAttention)
+            itself = module.modules() if whole else (module, *joined.get(id(module), ()))
+            used[id(module)] = units(itself), units(module.modules())
+    return used
 
 
 def check_divided(records: Iterable[Record], routed: Collection[Record], size: int) -> None:

@@ -67,13 +67,14 @@ class Parameters:
 
         Raises: UnsupportedError while the model is being built, and for a parameter that was replaced then.
         """
-        if id(parameter) not in self._places:
+        found = self._places.get(id(parameter))
+        if found is None:
             raise UnsupportedError(
                 f"a parameter of shape {tuple(parameter.shape)} is in no finished model. Inside "
                 "`with infinity.Init(...)` the model is still being built: do this after the `with`. After "
                 "it, the model has another parameter in the place of this one: use that."
             )
-        return self._places[id(parameter)]
+        return found
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Return a parameter's name in the model."""

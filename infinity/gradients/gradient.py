@@ -57,6 +57,7 @@ class Form(Enum):
     ZERO = "nowhere: it is zero"
     LOCAL = "whole, of this rank alone: the ranks have not summed theirs yet"
     APPLIED = "gone: it was applied in the backward"
+    __hash__ = object.__hash__  # Enum's own hashes the name, in Python, at each change
 
 
 _NEXT = {

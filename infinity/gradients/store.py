@@ -392,8 +392,9 @@ class GradientStore:
 
     def _send(self, gradient: Gradient, tensor: torch.Tensor) -> None:
         """Let a gradient wait for the others of its unit; a spilled one is added to what is stored."""
+        unit = gradient.unit
         gradient.send(tensor, self._outgoing_share.lease(tensor.nbytes))
-        self._outgoing[gradient.unit][gradient.index] = gradient
+        self._outgoing[unit][gradient.index] = gradient
 
     def outgoing_of(self, unit: Unit) -> dict[int, Gradient]:
         """Return a unit's gradients, by parameter, that wait for the others to be applied or spilled with

@@ -20,7 +20,7 @@ from infinity.lane.passes import clear, piece_address
 from infinity.planning.layout import TilePiece, pieces, tiles
 from infinity.planning.queue import JobLane
 from infinity.records.record import Record
-from infinity.records.update_rules import Recipe, UpdateSpan
+from infinity.records.update_rules import Kernel, Recipe, UpdateSpan
 from infinity.records.updates import PendingUpdates, Update
 from infinity.records.weights import KERNEL_DTYPE, compute_dtype
 from infinity.sizes import round_up
@@ -196,8 +196,12 @@ class _UpdatingPass(_UnitPass):
     def in_memory(self) -> bool:
         """See Pass."""
         record = self.record
-        spilled = [one.field for one in self.updates.values() if one.field]
-        return record.all_in_host and all(record.in_host(field) for field in spilled)
+        if not record.all_in_host:
+            return False
+        for one in self.updates.values():  # noqa: SIM110 - all() takes twice as long, and each update asks
+            if one.field and not record.in_host(one.field):
+                return False
+        return True
 
     def touched(self) -> Iterable[str]:
         """Gradients only where they are spilled."""
@@ -335,11 +339,13 @@ class _UpdatingPass(_UnitPass):
 
     def _step(self, update: Update, piece: TilePiece, start: int, addresses: dict[str, int]) -> None:
         """Make the steps of one parameter's piece of a tile, those that were missed first."""
-        state = {
-            name: piece_address(self.record, addresses[name], piece.start, start, name)
-            for name in self.record.schema.fields
-            if name in addresses
-        }
+        state = addresses
+        if piece.start != start:
+            state = {
+                name: piece_address(self.record, addresses[name], piece.start, start, name)
+                for name in self.record.schema.fields
+                if name in addresses
+            }
         step = update.recipe.kernels[self.record.schema.dtype, self.record.schema.state_dtype]
         if self._matrices is not None and update.recipe.matrices is not None:
             self._matrices.settle()
@@ -347,22 +353,15 @@ class _UpdatingPass(_UnitPass):
             scalars = update.recipe.matrices.of_shape(update.scalars, self._matrices.shape(piece.index))
             step(UpdateSpan(piece.numel, state, direction, "bf16"), scalars)
             return
-        misses = update.missed or update.after or not update.has_gradient
-        zeros = _zeros(piece.numel if misses else 0)
-
-        def miss(steps: Iterable[tuple[Any, int]]) -> None:
-            for scalars, key in steps:
-                step(UpdateSpan(piece.numel, state, *_address(zeros), key, piece.element), scalars)
-
-        miss(update.missed)
         given = self._gradient(update, piece, start, addresses)
         if given is None:
-            miss([(update.scalars, update.key)])
+            _miss(step, piece, state, (*update.missed, (update.scalars, update.key)))
             return
+        _miss(step, piece, state, update.missed)
         step(
             UpdateSpan(piece.numel, state, *given, update.key, piece.element, self.checksums), update.scalars
         )
-        miss(update.after)
+        _miss(step, piece, state, update.after)
 
     def _gradient(
         self, update: Update, piece: TilePiece, start: int, addresses: dict[str, int]
@@ -380,6 +379,14 @@ class _UpdatingPass(_UnitPass):
         """Drop the gradients."""
         self.updates, self._matrices = {}, None
         super().done_processing()
+
+
+def _miss(step: Kernel, piece: TilePiece, state: dict[str, int], steps: Sequence[tuple[Any, int]]) -> None:
+    """Make steps, by their scalars and keys, whose gradients are zeros."""
+    if steps:
+        zeros = _zeros(piece.numel)
+        for scalars, key in steps:
+            step(UpdateSpan(piece.numel, state, *_address(zeros), key, piece.element), scalars)
 
 
 def _zeros(numel: int) -> torch.Tensor:
@@ -446,8 +453,9 @@ class UpdatePass(_UpdatingPass):
         """Update fields that are contiguous in host memory in one call, others tile by tile."""
         record = self.record
         whole = None if self._hi_is_given() or record.targets else record.addresses_in_host()
-        spilled = any(update.field for update in self.updates.values())
-        if whole is None or spilled or self._matrices is not None:
+        for update in self.updates.values():
+            whole = None if update.field else whole
+        if whole is None or self._matrices is not None:
             super().run_in_memory()
             return
         self._apply(0, record.shard.numel, whole)

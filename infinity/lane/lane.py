@@ -76,6 +76,20 @@ class _Tile:
     """Those among them that the pass itself has begun."""
 
 
+class _Changed(threading.Condition):
+    """A condition that knows how many threads wait for it. Under its lock."""
+
+    waiting = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """As ever, counted."""
+        self.waiting += 1
+        try:
+            return super().wait(timeout)
+        finally:
+            self.waiting -= 1
+
+
 class StreamLane:
     """Runs passes on a thread of its own; see [Note: how the lane makes progress]."""
 
@@ -85,7 +99,7 @@ class StreamLane:
         """Start it, on `cpus` if any; it owns `pool`; `inline`: see [Note: passes without transfers]."""
         self.lock = threading.RLock()  # entered as a lock, in C; a Ctrl-C in Condition's own methods keeps it
         """Guards all units' state."""
-        self.changed = threading.Condition(self.lock)
+        self.changed = _Changed(self.lock)
         """Notified when a pass is done or finished, and when the lane fails."""
         self.times = LaneTimes()
         self.passes: Counter[str] = Counter()
@@ -97,7 +111,7 @@ class StreamLane:
         self._writing: deque[_Tile] = deque()
         self._begun: list[_Tile] = []
         """Tiles that other threads have begun, to be over some time. Under the lock."""
-        self._stopping = False
+        self._stopping = self._rests = False
         self._waits_since_s = 0.0
         self._failure = Failure()
         self._thread = threading.Thread(target=self._run, name="infinity-lane", daemon=True)
@@ -202,11 +216,13 @@ class StreamLane:
         job.run_in_memory()
         ended = time.perf_counter()
         self.times.spent(inline_s=ended - began)
-        self._timeline.span("work", f"{type(job).__name__} {job.record.name}", began, ended)
+        if self._timeline.recording:
+            self._timeline.span("work", f"{type(job).__name__} {job.record.name}", began, ended)
         with self.lock:
             job.end_processing()
             job.finish()
-            self.changed.notify_all()
+            if self.changed.waiting > self._rests:  # the lane's thread has nothing to do with it
+                self.changed.notify_all()
 
     def unfinished(self, record: Record) -> list[Pass]:
         """Return the passes over a record that are not finished. Called under the lock."""
@@ -214,9 +230,11 @@ class StreamLane:
 
     def settled(self, record: Record) -> bool:
         """Whether every pass over a record has been worked on, writes apart."""
-        with self.lock:
-            self.check_open()
-            return self._queue.settled(record)
+        if self._stopping or self._failure.cause is not None or record in self._queue.of_record:
+            with self.lock:
+                self.check_open()
+                return self._queue.settled(record)
+        return True  # the thread that computes, which asks, queues all passes over it: there are none
 
     def promote(self, record: Record) -> None:
         """Put the queued passes over `record` in front."""
@@ -316,7 +334,11 @@ class StreamLane:
         started = time.perf_counter()
         with self.lock:
             if not self._stopping and not self._begun and not (self._pool.free and self._queue.admissible()):
-                self.changed.wait(seconds)
+                self._rests = True
+                try:
+                    self.changed.wait(seconds)
+                finally:
+                    self._rests = False
         self.times.spent(idle_s=time.perf_counter() - started)
 
     def _admit(self) -> None:

@@ -38,7 +38,8 @@ class Lease:
 
     def __del__(self) -> None:
         """Give the bytes back."""
-        self.end()
+        if self._nbytes:
+            self.end()
 
 
 def end_all(leases: Iterable[Lease | None]) -> None:

@@ -258,11 +258,12 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         self, group: dict[str, Any], parameter: nn.Parameter, gradient: Gradient, factor: np.float32
     ) -> None:
         """Add one parameter's update to those that are pending for its unit."""
-        unit, engine = gradient.unit, self.mine[id(parameter)].engine
+        unit, place = gradient.unit, self.mine[id(parameter)]
         _check_unused(unit)
-        self.make_room(engine, parameter)
+        self.make_room(place.engine, parameter)
         before = unit.pending.get(gradient.index)
-        scalars, key = self._scalars(group, parameter, float(np.float32(gradient.scale * factor)))
+        recipe = self.recipe_of(parameter)
+        scalars, key = self._scalars(recipe, group, parameter, float(np.float32(gradient.scale * factor)))
         if unit.record.is_elsewhere:
             return  # the ranks that have it update it
         if before is not None and gradient.form is Form.ZERO:
@@ -271,25 +272,32 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             if before is not None and before.has_gradient:
                 raise AssertionError(f"{unit.name}: expected the last gradient to be applied by now")
             missed = () if before is None else (*before.missed, (before.scalars, before.key))
-            unit.pending[gradient.index] = self._update(gradient, scalars, key, missed)
+            unit.pending[gradient.index] = self._update(gradient, place, recipe, (scalars, key), missed)
         self._decided.add(unit)
         unit.values_changed()
 
     def _update(
-        self, gradient: Gradient, scalars: Any, key: int, missed: tuple[tuple[Any, int], ...] = ()
+        self,
+        gradient: Gradient,
+        place: ParameterPlace,
+        recipe: Recipe,
+        decided: tuple[Any, int],
+        missed: tuple[tuple[Any, int], ...] = (),
     ) -> Update:
         field = gradient.field if gradient.form is Form.SPILLED else None
         tensor = gradient.tensor if field is None else None
-        holder = None if self._engine(gradient.unit).device.is_host else gradient
+        holder = None if place.engine.device.is_host else gradient
         there = field is None and gradient.on_device
-        recipe = self.recipe_of(gradient.unit.parameters[gradient.index])
+        scalars, key = decided
         return Update(scalars, tensor, field, key, gradient.arriving, missed, recipe, holder, there)
 
-    def _scalars(self, group: dict[str, Any], parameter: nn.Parameter, clip: float) -> tuple[Any, int]:
+    def _scalars(
+        self, recipe: Recipe, group: dict[str, Any], parameter: nn.Parameter, clip: float
+    ) -> tuple[Any, int]:
         """Count the parameter's step; return its scalars and the key of its random bits."""
         state = self.counts.setdefault(parameter, {})
         step = state.get("step", 0) + 1
-        scalars = self.recipe_of(parameter).scalars(group, step, clip)
+        scalars = recipe.scalars(group, step, clip)
         state["step"] = step
         return scalars, kernels.state_key(self.seed, self.mine[id(parameter)].position, step)
 
@@ -309,7 +317,9 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         place = self.mine[id(parameter)]
         self.make_room(place.engine, parameter)
         self._applied.add(id(parameter))
-        return self._update(gradient, *self._scalars(self.param_groups[place.group], parameter, 1.0))
+        recipe = self.recipe_of(parameter)
+        decided = self._scalars(recipe, self.param_groups[place.group], parameter, 1.0)
+        return self._update(gradient, place, recipe, decided)
 
     # State
 

@@ -97,11 +97,11 @@ class Residence(Generic[_UpdateT]):
     """
 
     __slots__ = (
-        "_began_s",
-        "_charged",
-        "_deferred",
-        "_fetch",
-        "_lent",
+        "began_s",
+        "charged_nbytes",
+        "deferred",
+        "fetch",
+        "lent",
         "lodged",
         "outdated",
         "users",
@@ -110,11 +110,16 @@ class Residence(Generic[_UpdateT]):
 
     def __init__(self) -> None:
         """Begin off the device."""
-        self._fetch: Job | None = None
-        self._lent: _UpdateT | None = None
-        self._deferred: list[_UpdateT] = []
-        self._charged: int | None = None
-        self._began_s = 0.0
+        self.fetch: Job | None = None
+        """What makes, or made, the unit resident; None while it is not."""
+        self.lent: _UpdateT | None = None
+        """The pass that works on the memory of a unit without users, and releases it afterwards."""
+        self.deferred: list[_UpdateT] = []
+        """Passes that begin as soon as the last user is gone; the first is lent the memory."""
+        self.charged_nbytes: int | None = None
+        """What is charged while the unit is resident ahead of its use; None where it does not wait."""
+        self.began_s = 0.0
+        """When its first user came, by time.perf_counter."""
         self.users = 0
         """Frames and backward leases that need the unit attached."""
         self.uses = 0
@@ -125,23 +130,18 @@ class Residence(Generic[_UpdateT]):
         """Whether its record has been updated since the unit came, so that it does not stay."""
 
     @property
-    def fetch(self) -> Job | None:
-        """What makes, or made, the unit resident; None while it is not."""
-        return self._fetch
-
-    @property
     def processed(self) -> bool:
         """Whether the values have arrived."""
-        fetch = self._fetch  # read once: the lane may take it away
+        fetch = self.fetch  # read once: the lane may take it away
         return fetch is not None and fetch.done
 
     def come(self, fetch: Job) -> None:
         """Be resident, or on the way, by `fetch`."""
-        self._fetch = fetch
+        self.fetch = fetch
 
     def go(self) -> None:
         """Be off the device."""
-        self._fetch = None
+        self.fetch = None
         self.outdated = False
 
     def outdate(self) -> None:
@@ -158,15 +158,10 @@ class Residence(Generic[_UpdateT]):
         """Count a use."""
         self.uses += 1
 
-    @property
-    def began_s(self) -> float:
-        """When its first user came, by time.perf_counter."""
-        return self._began_s
-
     def use(self) -> None:
         """Count a user."""
         if not self.users:
-            self._began_s = time.perf_counter()
+            self.began_s = time.perf_counter()
         self.users += 1
 
     def drop(self) -> bool:
@@ -179,44 +174,39 @@ class Residence(Generic[_UpdateT]):
     @property
     def waits(self) -> bool:
         """Whether the unit is resident ahead of its use, and charged for it."""
-        return self._charged is not None
+        return self.charged_nbytes is not None
 
     def charge(self, nbytes: int) -> None:
         """Note the bytes that are charged while it waits."""
-        self._charged = nbytes
+        self.charged_nbytes = nbytes
 
     def uncharge(self) -> int | None:
         """Wait no more; return the bytes that were charged, None where there were none."""
-        charged, self._charged = self._charged, None
+        charged, self.charged_nbytes = self.charged_nbytes, None
         return charged
 
     # Its memory afterwards
 
-    @property
-    def lent(self) -> _UpdateT | None:
-        """The pass that works on the memory of a unit without users, and releases it afterwards."""
-        return self._lent
-
     def lend(self, job: _UpdateT) -> None:
         """Leave the memory to a pass."""
-        self._lent = job
+        self.lent = job
 
     def given_back(self) -> None:
         """The pass to which the memory was lent is done with it."""
-        self._lent = None
+        self.lent = None
 
     @property
     def has_deferred(self) -> bool:
         """Whether passes begin as soon as the last user is gone."""
-        return bool(self._deferred)
+        return bool(self.deferred)
 
     def defer(self, job: _UpdateT) -> None:
         """Have a pass begin as soon as the last user is gone; the first is lent the memory."""
-        self._deferred.append(job)
+        self.deferred.append(job)
 
     def take_deferred(self) -> list[_UpdateT]:
         """Return those passes, which wait no more."""
-        jobs, self._deferred = self._deferred, []
+        jobs, self.deferred = self.deferred, []
         return jobs
 
 
@@ -304,7 +294,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
 
     # Uses
 
-    def use(self, unit: _UnitT, fetch: Iterable[int], *, keep: bool) -> None:
+    def use(self, unit: _UnitT, fetch: Sequence[int], *, keep: bool) -> None:
         """Make a unit resident for a use. By the plan, the fetches of the units `fetch` begin with it; `keep`
         says whether the unit stays afterwards.
         """
@@ -313,7 +303,8 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         else:
             self._staying.discard(unit)
         self.make_resident(unit)
-        self._owed.extend(fetch)
+        if fetch:
+            self._owed.extend(fetch)
         if self._owed or self._announced:
             self.fetch_owed()
 
@@ -327,7 +318,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
     def make_resident(self, unit: _UnitT) -> None:
         """Return when `unit` holds its current values on the device. It stays until it is released."""
         residence = unit.residence
-        if residence.waits:
+        if residence.charged_nbytes is not None:
             self._end_waiting(unit)
         job = residence.fetch
         if job is not None and (lent := residence.lent) is not None:
@@ -377,15 +368,16 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         """The last user of a unit is gone: begin the updates that waited for that, in its memory; or keep it
         waiting where the plan says so; else take it off the device.
         """
-        if unit.residence.has_deferred:
-            first, *others = unit.residence.take_deferred()
+        residence = unit.residence
+        if residence.deferred:
+            first, *others = residence.take_deferred()
             self._lend(unit, first)
             for job in others:
                 self._lane.submit(job)
             return
-        stays = unit in self._staying or self._keeps_resident or unit.residence.lodged
-        if stays and not unit.pending and not unit.residence.outdated and self._let_wait(unit):
-            if unit in self._routed and not unit.residence.lodged:
+        stays = unit in self._staying or self._keeps_resident or residence.lodged
+        if stays and not unit.pending and not residence.outdated and self._let_wait(unit):
+            if unit in self._routed and not residence.lodged:
                 self._idle[unit] = None
             return
         self.evict(unit)
@@ -450,16 +442,17 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
 
     def evict(self, unit: _UnitT) -> None:
         """Take a unit without users off the device."""
-        if (lent := unit.residence.lent) is not None:
+        residence = unit.residence
+        if (lent := residence.lent) is not None:
             lent.wait()
-        job = unit.residence.fetch
+        job = residence.fetch
         if job is None:
             return
         if not job.done:
             job.wait()
-        if unit.residence.waits:
+        if residence.charged_nbytes is not None:
             self._end_waiting(unit)
-        unit.residence.go()
+        residence.go()
         unit.deallocate()
 
     def _evict_waiting(self, *, only_pending: bool = False) -> None:

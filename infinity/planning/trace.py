@@ -11,6 +11,7 @@ class Phase(Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    __hash__ = object.__hash__  # Enum's own hashes the name, in Python, at each use of a unit
 
 
 class Use(NamedTuple):

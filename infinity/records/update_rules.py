@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,8 +25,7 @@ CHUNK_NUMEL = 1 << 15
 """Elements that are split, stepped and joined at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateSpan:
+class UpdateSpan(NamedTuple):
     """A part of one parameter that makes a step: the addresses of its fields and of its gradient."""
 
     n: int
@@ -82,10 +82,15 @@ class Recipe:
 
 
 def _adam_scalars(group: Mapping[str, Any], step: int, clip: float) -> kernels.AdamWScalars:
-    beta1, beta2 = group["betas"]
-    return kernels.AdamWScalars(
-        float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], step, clip
+    beta1, beta2 = map(float, group["betas"])
+    return _of_adam(
+        float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), step, clip
     )
+
+
+@lru_cache(maxsize=64)  # a step has few different ones, for many parameters
+def _of_adam(*scalars: Any) -> kernels.AdamWScalars:
+    return kernels.AdamWScalars(*scalars)
 
 
 def _sgd_scalars(group: Mapping[str, Any], step: int, clip: float) -> kernels.SGDScalars:
@@ -118,7 +123,7 @@ def _over(call: Any, *names: str, rounds: bool = False) -> Kernel:
     """Return a Kernel from a kernel over the addresses of these fields. rounds: it rounds stochastically."""
 
     def step(span: UpdateSpan, scalars: Any) -> None:
-        fields = (span.at[name] for name in names)
+        fields = [span.at[name] for name in names]
         random_bits = (span.key, span.first) if rounds else ()
         call(span.n, *fields, span.grad, span.dtype, scalars, *random_bits, span.sums)
 
@@ -146,7 +151,7 @@ def _through_split(step: Kernel, span: UpdateSpan, scalars: Any, field: str) -> 
         n, master = min(CHUNK_NUMEL, span.n - start), span.at[field] + 4 * start
         at = {name: span.at[name] + 4 * start for name in ("m", "v") if name in span.at}
         kernels.split(n, master, hi, lo)
-        part = replace(span, n=n, at={**at, "hi": hi, "lo": lo}, grad=span.grad + width * start)
+        part = span._replace(n=n, at={**at, "hi": hi, "lo": lo}, grad=span.grad + width * start)
         step(part, scalars)
         kernels.join(n, hi, lo, master)
 

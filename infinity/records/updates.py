@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,8 +12,7 @@ from infinity.records.update_rules import ADAMW, Recipe
 from infinity.storage.store import DONE, Future
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """The update of one parameter: the step's scalars, and where the gradient is.
 
     tensor: the gradient in host memory, contiguous, 16-bit or fp32, valid once `arriving` has ended. field:
@@ -61,8 +59,8 @@ class Update:
     def then_missed(self, scalars: Any, key: int) -> Update:
         """Return this update with one more step, whose gradient is zeros."""
         if self.has_gradient:
-            return replace(self, after=(*self.after, (scalars, key)))
-        return replace(self, scalars=scalars, key=key, missed=(*self.missed, (self.scalars, self.key)))
+            return self._replace(after=(*self.after, (scalars, key)))
+        return self._replace(scalars=scalars, key=key, missed=(*self.missed, (self.scalars, self.key)))
 
 
 class PendingUpdates(dict[int, Update]):

@@ -169,9 +169,11 @@ class Ledger:
     def try_reserve(self, nbytes: int) -> bool:
         """Take `nbytes` if the share has them; returns whether it did."""
         with self._lock:
-            if nbytes > self.free_nbytes - self.aside_nbytes:
+            held = self.held_nbytes + nbytes
+            if held > self.limit_nbytes - self.aside_nbytes:
                 return False
-            self.reserve_anyway(nbytes)
+            self.held_nbytes = held
+            self.peak_nbytes = max(self.peak_nbytes, held)
             return True
 
     def reserve_anyway(self, nbytes: int) -> None:

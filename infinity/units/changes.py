@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import torch
 import xxhash
@@ -11,6 +12,8 @@ from torch import nn
 from infinity.errors import UnsupportedError
 from infinity.records.record import Record
 from infinity.tensors import as_bytes
+
+_version: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 COMPARED_EVERY = 64
 """Uses from one comparison of a unit's whole content to the next, from the first on: what changes weights
@@ -46,29 +49,38 @@ class Changes:
     def begin(self, views: list[torch.Tensor]) -> None:
         """The parameters are attached to `views`."""
         self._views = views
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._versions = list(map(_version, self._parameters))
 
     def end(self) -> None:
         """The parameters are released."""
         self._views = []
-        self._digests = {}
+        if self._digests:
+            self._digests = {}
 
     def mark(self) -> None:
         """From now on count changes from the present values."""
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._versions = list(map(_version, self._parameters))
         self._digests = {index: self._digest(index) for index in self._digests}
 
     def found(self) -> str | None:
         """Return the name of a parameter changed since it was attached, or since this was asked; None if none
         was, or changes are kept.
         """
-        if not self._views or self.editors:
+        if not self._views or self.editors or not self._may_have_changed():
             return None
         index = self._changed()
         if index is None:
             return None
         self.mark()
         return self._record.unit_layout.segments[index].name
+
+    def _may_have_changed(self) -> bool:
+        """Whether `_changed` has to look. Asked at each use, and so without a call of Python's for each
+        parameter.
+        """
+        if self._digests or self._versions != list(map(_version, self._parameters)):
+            return True
+        return not all(map(torch.Tensor.is_set_to, self._parameters, self._views))
 
     def _changed(self) -> int | None:
         for index, parameter in enumerate(self._parameters):

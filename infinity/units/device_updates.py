@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -182,7 +181,7 @@ def bring_down(unit: Unit, device: Device) -> None:
     for index, update in list(unit.pending.items()):
         if update.on_device and update.tensor is not None:
             copy: Download = device.download(update.tensor, ours=False)
-            unit.pending[index] = replace(update, tensor=copy.tensor, arriving=copy.transfer, on_device=False)
+            unit.pending[index] = update._replace(tensor=copy.tensor, arriving=copy.transfer, on_device=False)
 
 
 def _dtypes(record: Record) -> dict[str, torch.dtype]:

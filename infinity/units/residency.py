@@ -85,7 +85,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         """
         self.updates_at_fetch = True
         """Whether updates are pending until the next fetch, and not applied in the backward."""
-        self._refused: UnsupportedError | None = None
+        self.refused: UnsupportedError | None = None  # for `raise_refused`
         self._assembler = assembler
         self._uses_of: dict[Phase, list[Use]] = {}
         self._meeting: MeetingOfRanks | None = None
@@ -299,7 +299,8 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         Raises: UnsupportedError for an expert that other ranks have.
         """
         if not unit.attached:
-            unit.check_is_here()
+            if unit.record.is_elsewhere:
+                unit.check_is_here()
             self._use(unit, phase)
             self._attach(unit)
         unit.residence.use()
@@ -337,16 +338,16 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         fails at once where the parameter lies in place, since it is changed for good and its master is not,
         and on several ranks, since the others have to be told.
         """
-        self._refused = self._refused or UnsupportedError(would_be_lost(name))
+        self.refused = self.refused or UnsupportedError(would_be_lost(name))
         if unit.resident_in_place or self._assembler is not None:
-            self._lane.fail(self._refused)
+            self._lane.fail(self.refused)
 
     def raise_refused(self) -> None:
         """See that no unit that was released since the last call had a changed parameter.
 
         Raises: UnsupportedError naming the parameter that was changed.
         """
-        refused, self._refused = self._refused, None
+        refused, self.refused = self.refused, None
         if refused is not None:
             raise refused
 
@@ -367,7 +368,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         unit.residence.use()
 
     def _use(self, unit: Unit, phase: Phase) -> None:
-        if phase is Phase.BACKWARD and self.in_round:
+        if self._course is self._rounds and phase is Phase.BACKWARD:
             self.end_rounds()
         if self._meeting is not None and unit.record.holders.are_all:
             self._meeting.before(unit)

@@ -36,11 +36,13 @@ from infinity.planning.residence import Residence
 from infinity.records.record import Record
 from infinity.records.updates import PendingUpdates
 from infinity.records.weights import compute_dtype
-from infinity.units.attached import Attached, set_changes
+from infinity.units.attached import DATA, Attached, set_changes
 from infinity.units.changes import Changes
-from infinity.units.released import placeholder, release, restore
+from infinity.units.released import Released, placeholder, release
 
 logger = logging.getLogger("infinity")
+_set_data = DATA.__set__
+"""What `restore` and `release` of released.py do, without a call for each parameter: see `attach`."""
 
 
 class _Opened(NamedTuple):
@@ -251,12 +253,12 @@ class Unit:
         """Give the unit's memory back, unless `hi` lies in it; tensors that share it keep it, see
         [Note: abandoned storage].
         """
-        shared, pinned = self._is_shared(), self._pinned
-        if pinned and self.record.on_device:
-            self.record.used("hi")
-        if pinned and not shared:
-            return
-        if pinned:
+        shared = self.shares() != self._own_shares and self._is_shared()
+        if self._pinned:
+            if self.record.on_device:
+                self.record.used("hi")
+            if not shared:
+                return
             self.record.give_new_memory("hi")
         self.unbind()
 
@@ -270,7 +272,8 @@ class Unit:
         """
         kind = nn.Parameter if aside else Attached
         for parameter, values in zip(self.parameters, self._views, strict=True):
-            restore(parameter, values, kind)
+            parameter.__class__ = kind
+            _set_data(parameter, values)
         self.changes.begin(self._views)
         self.attached, self.aside = True, aside
 
@@ -306,7 +309,9 @@ class Unit:
         self.attached = self.aside = False  # first: after an interrupt here all of them are attached again
         self.changes.end()
         for parameter, stand_in in zip(self.parameters, self._opened.placeholders, strict=True):
-            release(parameter, stand_in)
+            parameter.__class__ = nn.Parameter
+            _set_data(parameter, stand_in)
+            parameter.__class__ = Released
         if self._abandoned:
             self._abandoned = [storage for storage in self._abandoned if not storage.expired()]
         if saved and self.shares() == self._own_shares and not self._abandoned:
@@ -314,11 +319,15 @@ class Unit:
 
     def saved(self) -> list[int]:
         """Return the parameters that graphs hold themselves, and read again, not views of their values."""
-        return [index for index, one in enumerate(self.parameters) if self._is_saved(index, one)]
+        found, known = [], self._accumulators
+        for index, one in enumerate(self.parameters):
+            if one._use_count() > 1 + (index in known) and self._is_saved(index, one):  # type: ignore[attr-defined]
+                found.append(index)
+        return found
 
     def _is_saved(self, index: int, parameter: nn.Parameter) -> bool:
         holders: Callable[[], int] = parameter._use_count  # type: ignore[attr-defined]
-        if holders() <= 1 + (index in self._accumulators) or torch.is_inference_mode_enabled():
+        if torch.is_inference_mode_enabled():
             return False
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return False

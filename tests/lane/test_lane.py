@@ -1,6 +1,7 @@
 """The lane that moves records. The disk is faked: transfers complete in random order, and may fail."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -297,6 +298,14 @@ def test_who_waits_for_a_pass_that_closing_has_dropped_is_told_so(seed):
 # Passes without transfers
 
 
+def _until(happens):
+    for _ in range(2000):
+        if happens():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it did not happen within 10 seconds")
+
+
 @pytest.fixture
 def inline():
     lane = StreamLane(Pool(TILE * 16, 2), inline=True)
@@ -339,6 +348,32 @@ def test_what_was_written_where_it_lies_is_read_there(inline, numels, seed):
         inline.submit(ReadPass(record, index, TILE, into))
         assert torch.equal(into["master"], fields["master"])
         assert into["m"].count_nonzero() == 0
+
+
+def test_a_pass_of_ones_own_does_not_wake_the_lanes_thread(inline, monkeypatch):
+    turns, turn = [], inline._turn
+    monkeypatch.setattr(inline, "_turn", lambda: turns.append(0) or turn())
+    _until(lambda: inline._rests)
+    turns.clear()
+    for number in range(50):
+        inline.submit(_Where(in_host(), number, []))
+    assert len(turns) <= 10  # it looks up once a second by itself, however long they take here
+
+
+def test_a_thread_that_waits_for_what_a_pass_of_anothers_brings_is_woken(inline):
+    job, woken = _Where(in_host(), "awaited", []), []
+
+    def wait():
+        with inline.lock:
+            while not job.finished:
+                woken.append(inline.changed.wait(30))
+
+    waits = threading.Thread(target=wait)
+    waits.start()
+    _until(lambda: inline.changed.waiting == 2)
+    inline.submit(job)
+    waits.join(20)
+    assert (waits.is_alive(), woken[-1:], inline.changed.waiting <= 1) == (False, [True], True)
 
 
 @pytest.mark.parametrize("kind", ["a field on the disk", "a lane that is not inline"])

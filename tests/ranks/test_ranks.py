@@ -36,6 +36,8 @@ EXACT = [
     "nvme",
     "nvme backward",
     "nvme accumulated",
+    "blocks",
+    "nvme blocks",
     "stage 1",
     "stage 2",
     "stage 2 backward",

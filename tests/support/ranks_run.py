@@ -473,6 +473,7 @@ def memory():
 
 
 NVME = {"nvme": os.environ.get("RANKS_DISK"), "host_memory": int(os.environ["WORLD_SIZE"]) << 20}
+BY_BLOCK = {**NVME, "host_memory": int(os.environ["WORLD_SIZE"]) << 22, "units": "block"}
 CASES = {
     "llama": lambda: compare("llama"),
     "gpt2": lambda: compare("gpt2"),
@@ -499,6 +500,8 @@ CASES = {
     "nvme": lambda: compare("llama", **NVME),
     "nvme backward": lambda: compare("gpt2", options={"update": "backward"}, **NVME),
     "nvme accumulated": lambda: compare("llama", micro=2, clip=0.5, **NVME),
+    "blocks": lambda: compare("llama", micro=2, clip=0.5, units="block"),
+    "nvme blocks": lambda: compare("gpt2", options={"update": "backward"}, **BY_BLOCK),
     "stage 1": lambda: compare("llama", micro=2, once=True, stage=1),
     "stage 2": lambda: compare("llama", stage=2),
     "stage 2 backward": lambda: compare("llama", options={"update": "backward"}, stage=2, **NVME),

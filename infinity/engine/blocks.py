@@ -1,0 +1,141 @@
+"""Blocks of a model, and which of their modules share a unit: see [Note: units of blocks].
+
+[Note: units of blocks]
+A unit is a module's own parameters, unless Config(units="block"). Then the modules in a block share one. A
+block is a member of a ModuleList, ModuleDict or Sequential, the outermost that is small enough (see
+block_size in planning): a layer of a transformer, or a stage of a convolutional network. Its forward holds
+the unit of all of them, and they are not followed one by one: see [Note: covered modules] in
+autograd/hooks.py.
+
+Modules share a unit only where nothing is lost by it. Parameters that compute in one type, that are
+trained or frozen alike, and whose values lie in a checkpoint's files or not: so frozen weights get no
+moments beside those that train, and stay in their files. A parameter that several modules have stays
+with the module that has it first, alone, and so does what is cut into tiles or slices. A block whose
+forward chooses among members of a list of its own, as among experts, is none: each of these members may
+be one.
+
+What a unit is decides what a durable run can be resumed with, and which ranks work together, so all of
+this depends on the model, the settings and the budgets alone, never on what was evicted while the model
+was built.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from infinity.planning.layout import RecordSchema
+from infinity.records.record import Record
+from infinity.tiling import Piece, Tiled
+from infinity.units.unit import Unit
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+
+
+class UnitKind(NamedTuple):
+    """What the parameters of a unit of a block have in common."""
+
+    schema: RecordSchema
+    in_files: bool
+    """Whether their values lie in a checkpoint's files, and stay there."""
+    trained: bool
+
+
+class Block(NamedTuple):
+    """A module whose forward uses all modules of each of its groups."""
+
+    name: str
+    module: nn.Module
+    groups: list[list[nn.Module]]
+    """Modules with parameters that share a unit, two or more in each."""
+
+
+def own(module: nn.Module) -> list[nn.Parameter]:
+    """Return a module's own parameters."""
+    return [one for one in module._parameters.values() if one is not None]
+
+
+def blocks_of(
+    named: Sequence[tuple[str, nn.Module]],
+    kind_of: Callable[[nn.Parameter], UnitKind | None],
+    most_nbytes: int,
+) -> list[Block]:
+    """Return the blocks of models. named: their modules, with their names, parents first. kind_of: says what
+    a parameter has in common with those that it may share a unit with; None where it may share none.
+    most_nbytes: of a block, as it computes.
+    """
+    users = Counter(id(one) for _, module in named for one in own(module))
+    within: set[int] = set()
+    found = []
+    for prefix, parent in named:
+        for name, child in parent.named_children() if isinstance(parent, (*_LISTS, nn.Sequential)) else ():
+            parts = list(child.modules())
+            if within.intersection(map(id, parts)) or not _is_block(parts):
+                continue
+            kinds = {one: kind_of(one) for one in child.parameters()}
+            if sum(_nbytes(*item) for item in kinds.items()) > most_nbytes:
+                continue
+            groups = _groups(parts, kinds, users)
+            if groups:
+                within.update(map(id, parts))
+                found.append(Block(f"{prefix}.{name}" if prefix else name, child, groups))
+    return found
+
+
+def _nbytes(parameter: nn.Parameter, kind: UnitKind | None) -> int:
+    width = parameter.element_size() if kind is None else kind.schema.width
+    return width * parameter.numel()
+
+
+def _is_block(parts: Sequence[nn.Module]) -> bool:
+    """Whether the forward of a module with these parts decides nothing about what it uses."""
+    if isinstance(parts[0], _LISTS):
+        return False  # it has none
+    return not any(isinstance(part, Tiled) or _chooses(part) for part in parts)
+
+
+def _chooses(module: nn.Module) -> bool:
+    """Whether a module is a list of several others with parameters, of which its owner may choose some."""
+    members = [one for one in module.children() if next(one.parameters(), None) is not None]
+    return isinstance(module, _LISTS) and len(members) > 1
+
+
+def _groups(
+    parts: Sequence[nn.Module], kinds: Mapping[nn.Parameter, UnitKind | None], users: Counter[int]
+) -> list[list[nn.Module]]:
+    """Return the modules that share a unit with others, by the units."""
+    groups: dict[UnitKind, list[nn.Module]] = {}
+    for part in parts:
+        found = {kinds[one] for one in own(part)}
+        kind = found.pop() if len(found) == 1 else None
+        alone = isinstance(part, Piece) or any(users[id(one)] > 1 for one in own(part))
+        if kind is not None and not alone:
+            groups.setdefault(kind, []).append(part)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def name_blocks(
+    blocks: Sequence[Block], records_of: Mapping[int, Sequence[Record]]
+) -> dict[int, list[nn.Module]]:
+    """Name the records of blocks; return, by the id() of each block, its modules that share units.
+    records_of: the records that each module uses, by its id().
+    """
+    for block in blocks:
+        for number, group in enumerate(block.groups, 1):
+            (record,) = dict.fromkeys(records_of[id(group[0])])
+            record.name_unit(block.name if number == 1 else f"{block.name} no. {number}")
+    return {id(block.module): [one for group in block.groups for one in group] for block in blocks}
+
+
+def covered(
+    module: nn.Module, used_of: Mapping[int, tuple[Sequence[Unit], Sequence[Unit]]]
+) -> frozenset[int]:
+    """Return the id() of each module in a block that uses no other units than the block. used_of: the units
+    that a module uses itself, and those of all modules in it, by its id().
+    """
+    held = set(used_of[id(module)][0])
+    parts = [one for one in module.modules() if one is not module and id(one) in used_of]
+    return frozenset(id(one) for one in parts if held.issuperset(used_of[id(one)][0]))

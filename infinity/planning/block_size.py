@@ -1,0 +1,25 @@
+"""How large a block may be whose modules share one unit: from the budgets, and from what moving it takes.
+Pure.
+
+[Note: the size of a block]
+A use of a unit takes the computing thread about as long whatever its size, so modules that are small cost
+more to follow than to move. Those of one block are used one right after the other, and may share a unit:
+one fetch, one record, one sum over ranks. That saves the less the larger they are, and takes memory: all of
+the block is resident while any of it computes, and its gradients wait until the last of them has come. So a
+block has at most LEAST_NBYTES of tile_size, the size from which on a weight is worth cutting, and at most a
+sixteenth of each budget: half of what gradients on their way have at least (see budget), so that those of
+one block leave while the next block's come.
+"""
+
+from __future__ import annotations
+
+from infinity.planning.tile_size import LEAST_NBYTES
+
+_SHARE = 16
+"""One part in so many of each budget."""
+
+
+def block_limit(host_nbytes: int, device_nbytes: int | None = None) -> int:
+    """Return the most bytes, as they compute, of a block whose modules share a unit."""
+    budgets = [host_nbytes] if device_nbytes is None else [host_nbytes, device_nbytes]
+    return min(LEAST_NBYTES, *(nbytes // _SHARE for nbytes in budgets))

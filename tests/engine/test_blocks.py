@@ -1,0 +1,284 @@
+"""Modules of small blocks that share a unit. Trusted: the reference recipe in memory; plain torch modules."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+import models
+from covers import matrix
+from infinity import AdamW, CheckpointError, Init
+from infinity.engine.blocks import UnitKind, blocks_of
+from infinity.engine.built_parameter import BuiltParameter
+from infinity.engine.engine import engine_of_model
+from infinity.planning.layout import FP32
+from parity import compare, differences, repeatable
+
+SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def _repeatable():
+    with repeatable():
+        yield
+
+
+def found(model, most_nbytes=1 << 20):
+    """Return, by the names of the blocks of a model, the names in it of the modules that share units."""
+
+    def kind(parameter):
+        return UnitKind(FP32, in_files=False, trained=parameter.requires_grad)
+
+    names = {id(module): name for name, module in model.named_modules()}
+    blocks = blocks_of(list(model.named_modules()), kind, most_nbytes)
+    return {one.name: [[names[id(part)] for part in group] for group in one.groups] for one in blocks}
+
+
+def units(model):
+    return [unit.name for unit in engine_of_model(model).units]
+
+
+class Layer(nn.Module):
+    """A block of two linear layers, the second of which it may checkpoint, or reach into."""
+
+    def __init__(self, width, within=None):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 64), nn.Linear(64, width)
+        self.within = within
+
+    def forward(self, x):
+        hidden = self.up(self.norm(x)).relu()
+        if self.within == "checkpoint":
+            return x + checkpoint(self.down, hidden, use_reentrant=False)
+        if self.within == "weight":
+            return x + nn.functional.linear(hidden, self.down.weight) + self.down.bias
+        return x + self.down(hidden)
+
+
+class Stack(nn.Module):
+    def __init__(self, within=None, frozen=(), width=32, depth=3):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width, within) for _ in range(depth))
+        self.head = nn.Linear(width, width)
+        for name in frozen:
+            self.get_submodule(name).requires_grad_(requires_grad=False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def floats(generator):
+    return [torch.randn(2, 5, 32, generator=generator).bfloat16()]
+
+
+def of_blocks(build, **settings):
+    torch.manual_seed(0)
+    with Init(units="block", device="cpu", **{"host_memory": "16MiB", **settings}):
+        return build()
+
+
+# Which modules share a unit
+
+
+def test_a_block_is_the_outermost_member_of_a_list_that_is_small_enough():
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), nn.Linear(8, 8))
+    assert found(nn.ModuleList([model, nn.Linear(8, 8)])) == {"0": [["0.0.0", "0.0.2", "0.1"]]}
+    assert found(nn.ModuleList([model, nn.Linear(8, 8)]), 2 * 2 * 72) == {"0.0": [["0.0.0", "0.0.2"]]}
+    assert found(nn.ModuleList([model, nn.Linear(8, 8)]), 2 * 2 * 72 - 1) == {}
+
+
+def test_a_module_whose_forward_may_choose_among_members_of_a_list_is_no_block():
+    class Choosing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.router = nn.Linear(4, 2)
+            self.experts = nn.ModuleList(Layer(8) for _ in range(2))
+
+    of_expert = ["norm", "up", "down"]
+    assert found(nn.Sequential(Choosing(), nn.Linear(4, 4))) == {
+        f"0.experts.{number}": [[f"0.experts.{number}.{one}" for one in of_expert]] for number in range(2)
+    }
+
+
+def test_what_is_frozen_shares_no_unit_with_what_trains_and_what_is_tied_shares_none():
+    model = Stack(frozen=["layers.0.up", "layers.0.down"])
+    model.layers[0].gate = nn.Linear(32, 32)
+    model.layers[1].up.weight = model.layers[2].up.weight
+    assert found(model) == {
+        "layers.0": [["layers.0.norm", "layers.0.gate"], ["layers.0.up", "layers.0.down"]],
+        "layers.1": [["layers.1.norm", "layers.1.down"]],
+        "layers.2": [["layers.2.norm", "layers.2.down"]],
+    }
+
+
+@pytest.mark.disk
+def test_blocks_are_units_of_their_own_names_and_modules_beside_them_keep_theirs(folder):
+    model = of_blocks(lambda: Stack(frozen=["layers.1.up", "layers.1.down"]))
+    assert units(model) == ["layers.0", "layers.1.norm", "layers.1", "layers.2", "head"]
+    by_module = units(of_blocks(Stack, nvme=folder, host_memory="128KiB"))  # none is small enough
+    assert by_module == [*(f"layers.{at}.{one}" for at in range(3) for one in ("norm", "up", "down")), "head"]
+
+
+# Training
+
+
+@pytest.mark.parametrize("within", [None, "checkpoint", "weight"])
+def test_a_step_uses_a_block_once_in_each_direction(within):
+    model = of_blocks(lambda: Stack(within))
+    optimizer = AdamW(model.parameters())
+    used = []
+    for _ in range(2):
+        before = infinity.stats(model).uses
+        model(torch.randn(2, 5, 32).bfloat16()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        used.append(infinity.stats(model).uses - before)
+    assert used == [8, 8]
+
+
+@pytest.mark.parametrize(
+    *matrix(
+        together=1,
+        within=[None, "checkpoint", "weight"],
+        frozen=[(), ("layers.1",), ("layers.0.up", "layers.2.norm")],
+    )
+)
+def test_what_blocks_show_is_what_modules_show_in_memory(within, frozen, monkeypatch):
+    monkeypatch.setattr(infinity, "Init", lambda **settings: Init(units="block", **settings))
+    compare(lambda: Stack(within, frozen), floats)
+
+
+@pytest.mark.disk
+@pytest.mark.parametrize(
+    *matrix(
+        together=1,
+        checkpoint=["non-reentrant", "reentrant", None],
+        memory=["2MiB", "64MiB"],
+        name=["llama", "gpt2", "mixtral"],
+        update=["forward", "backward"],
+    )
+)
+@pytest.mark.filterwarnings("ignore:.*use_reentrant.*", "ignore:.*gradient_checkpointing.*")
+def test_training_in_units_of_blocks_equals_training_in_memory(folder, name, memory, checkpoint, update):
+    init = {"nvme": folder, "host_memory": memory, "units": "block"}
+    model, _ = models.compare(name, SETTINGS, init, steps=3, checkpoint=checkpoint, update=update)
+    within = "transformer.h" if name == "gpt2" else "model.layers"
+    assert any(one.startswith(within) and one.count(".") == 2 for one in units(model))
+
+
+def test_a_module_of_a_block_that_is_called_alone_after_an_error_in_it_and_a_round_change_no_bit():
+    model, plain = of_blocks(Stack), None
+    torch.manual_seed(0)
+    plain = infinity.reference.prepare(Stack())
+    batch = torch.randn(2, 5, 32).bfloat16()
+
+    def fails(*_):
+        raise KeyError("planted")
+
+    shown = []
+    for one in (plain, model):
+        planted = one.layers[1].up.register_forward_hook(fails)
+        with pytest.raises(KeyError, match="planted"):
+            one(batch)
+        planted.remove()
+        with torch.no_grad():
+            before = one(batch), one.layers[1].up(batch)
+        loss = one(batch).sum() + one.layers[2].up(batch).sum()
+        loss.backward()
+        shown.append([*before, loss.detach(), {name: p.grad.clone() for name, p in one.named_parameters()}])
+    assert differences(*shown) == []
+    assert not any(unit.residence.users or unit.attached for unit in engine_of_model(model).units)
+
+
+def test_weights_are_read_and_edited_module_by_module():
+    model = of_blocks(Stack)
+    with infinity.gathered(model.layers[1].up, write=True):
+        model.layers[1].up.weight.data.fill_(0.5)
+    state = model.state_dict()
+    assert bool((state["layers.1.up.weight"] == 0.5).all())
+    assert not bool((state["layers.1.down.weight"] == 0.5).any())
+
+
+# What is kept
+
+
+@pytest.mark.disk
+@pytest.mark.parametrize(
+    ("first", "then"), [("module", "block"), pytest.param("block", "module", marks=pytest.mark.slow)]
+)
+def test_a_checkpoint_of_either_units_is_loaded_in_the_other(folder, first, then):
+    shown = []
+    for number, (kind, load) in enumerate(((first, False), (then, True), (then, False))):
+        torch.manual_seed(0)
+        with Init(nvme=folder, host_memory="2MiB", units=kind):
+            model = models.MODELS["llama"]()
+        optimizer = AdamW(model.parameters(), **SETTINGS)
+        if load:
+            infinity.load(model, optimizer, folder / "saved")
+        else:
+            models.train(model, optimizer, 2)
+        if not number:
+            infinity.save(model, optimizer, folder / "saved")
+        shown.append(models.train(model, optimizer, 1, first=2))
+    assert shown[0] == shown[1] == shown[2]
+
+
+@pytest.mark.disk
+def test_a_durable_run_that_was_begun_with_other_units_is_refused_by_name(folder):
+    def run(kind):
+        torch.manual_seed(0)
+        with Init(nvme=folder, host_memory="2MiB", units=kind, durable=True):
+            model = Stack()
+        return model, AdamW(model.parameters())
+
+    model, optimizer = run("block")
+    assert infinity.resume(model, optimizer) == 0
+    model(torch.randn(2, 5, 32).bfloat16()).sum().backward()
+    optimizer.step()
+    infinity.commit(model)
+    engine_of_model(model).close()
+    model, optimizer = run("module")
+    with pytest.raises(CheckpointError, match=r'units="block"'):
+        infinity.resume(model, optimizer)
+    engine_of_model(model).close()
+    model, optimizer = run("block")
+    assert infinity.resume(model, optimizer) == 1
+
+
+@pytest.mark.disk
+@pytest.mark.parametrize("memory", [pytest.param("128KiB", marks=pytest.mark.slow), "64MiB"])
+def test_a_frozen_base_stays_in_its_files_block_by_block(folder, memory):
+    torch.manual_seed(1)
+    models.MODELS["llama"]().to(torch.bfloat16).save_pretrained(folder / "model", max_shard_size="60kB")
+    with Init(nvme=folder, host_memory=memory, frozen=True, units="block"):
+        ours = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    engine = engine_of_model(ours)
+    assert all(unit.record.in_files is not None for unit in engine.units)
+    assert ("model.layers.1" in units(ours)) == (memory == "64MiB")
+    assert infinity.stats(ours).written_nbytes == {}
+    with torch.no_grad():
+        ids = models.batch(0)
+        assert torch.equal(ours(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+@pytest.mark.disk
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+def test_blocks_that_were_evicted_while_the_model_was_built_have_the_same_values(folder, dtype, monkeypatch):
+    """The window of half the budget is smaller than the model: some modules had records of their own."""
+    torch.manual_seed(0)
+    plain, left = Stack(depth=14), []
+    leave = BuiltParameter.leave_record
+    monkeypatch.setattr(BuiltParameter, "leave_record", lambda one: left.append(leave(one)) or left[-1])
+    model = of_blocks(lambda: Stack(depth=14), nvme=folder, host_memory="320KiB", dtype=dtype)
+    assert None in left
+    assert any(one is not None and not one.fields for one in left)
+    assert units(model) == [*(f"layers.{number}" for number in range(14)), "head"]
+    expected = infinity.reference.prepare(plain, models.COMPUTES[dtype]).state_dict()
+    assert differences(dict(expected), dict(model.state_dict())) == []
+    held = sum(unit.record.nbytes("nvme") for unit in engine_of_model(model).units)
+    assert infinity.stats(model).nvme_nbytes == held
