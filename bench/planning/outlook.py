@@ -308,11 +308,11 @@ def _verdict(one: Planned) -> str:
 
 
 def _advised(one: Planned, advice: Sequence[str]) -> list[str]:
-    if advice:
-        return [f"Advice: {line}" for line in advice]
-    if not one.short:
-        return []
-    return ["Advice: no change that was tried makes it fit: a larger machine, more ranks, or fewer tokens."]
+    lines = [f"Advice: {line}" for line in advice]
+    if one.short and not any(line.startswith("would fit") for line in advice):
+        nothing = "no change that was tried makes it fit: a larger machine, more ranks, fewer tokens, or LoRA"
+        lines.append(f"Advice: {nothing} on frozen weights (4 B per parameter)")
+    return lines
 
 
 def _unmeasured(one: Planned) -> list[str]:

@@ -124,6 +124,8 @@ class Demand:
     """The most that is ever on NVMe: in the first step, before anything is pinned. Both generations of a
     durable run, and offloaded activations, are counted.
     """
+    stored_gradients_nbytes: int
+    """Of `nvme_nbytes`, places of gradients that wait there for their update."""
     activations: Usage | None
     """None for a model whose activations are not known."""
     offloaded_nbytes: int
@@ -298,6 +300,7 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     in_place = [_in_place(unit, setting, placement) for unit in range(len(sizes.numels))]
     in_use = [_in_use(stage, sizes, in_place) for stage in outline.stages]
     recomputed = [stage.recomputed for stage in outline.stages]
+    gradients_there = _stored_gradients(outline, sizes, setting, in_first)
     return Demand(
         setting=setting,
         budget=budget,
@@ -305,7 +308,8 @@ def demand(outline: Outline, setting: Setting) -> Demand:
         placement=placement,
         units=tuple(_moves(outline, sizes, setting, budget, placement, spills)),
         moved=_moved(outline, sizes, setting, budget, placement, spills, plan),
-        nvme_nbytes=_stored(outline, sizes, setting, budget, in_first) + offloaded,
+        nvme_nbytes=_stored(sizes, setting, budget) + gradients_there + offloaded,
+        stored_gradients_nbytes=gradients_there,
         activations=used,
         offloaded_nbytes=offloaded,
         pinned_nbytes=kept_nbytes,
@@ -541,16 +545,20 @@ def _moved(
     return MappingProxyType(dict(moved))
 
 
-def _stored(outline: Outline, sizes: _Sizes, setting: Setting, budget: Budget, spills: Spills) -> int:
+def _stored(sizes: _Sizes, setting: Setting, budget: Budget) -> int:
+    if not setting.nvme:
+        return 0
+    return (2 if setting.durable else 1) * sizes.fields(sizes.schema.fields, budget.tile_numel)
+
+
+def _stored_gradients(outline: Outline, sizes: _Sizes, setting: Setting, spills: Spills) -> int:
     if not setting.nvme:
         return 0
     wide = sizes.schema.width
     if setting.micro_batches > 1 and wide < 4:
         wide += 4  # from the second on sums are kept in fp32, beside the first's place
-    records = sizes.fields(sizes.schema.fields, budget.tile_numel)
     in_turn = {unit for unit, part in enumerate(outline.parts) if part.idle and setting.update == "forward"}
-    gradients = sum(wide * sizes.numels[unit] for unit in {*spills, *in_turn})  # each has its turn
-    return (2 if setting.durable else 1) * records + gradients
+    return sum(wide * sizes.numels[unit] for unit in {*spills, *in_turn})  # each has its turn
 
 
 def _offloaded(used: Usage | None, setting: Setting, room_nbytes: int) -> int:
