@@ -1,4 +1,7 @@
-"""What would help a planned training most: each idea is planned anew, and told with its figures."""
+"""What would help a planned training most: each idea is planned anew, and told with its figures.
+
+Changes are options of `infinity plan`; Config and the optimizers have them by the same names.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,8 @@ class Idea:
 
     change: str
     planned: Planned
+    enough: str = ""
+    """The resource that suffices with it, where another still does not."""
 
 
 def ideas(one: Planned) -> list[Idea]:
@@ -33,7 +38,7 @@ def ideas(one: Planned) -> list[Idea]:
 def told(one: Planned, found: list[Idea]) -> list[str]:
     """Return a sentence for each idea."""
     if not one.fits:
-        return [f"would fit: {idea.change}" for idea in found]
+        return [f"{f'enough {idea.enough}' if idea.enough else 'would fit'}: {idea.change}" for idea in found]
     if one.tokens_per_s is not None:
         return [
             f"{idea.change}: {idea.planned.tokens_per_s or 0:,.3g} tokens per second instead of "
@@ -63,17 +68,17 @@ def _that_speed_up(one: Planned) -> list[Idea]:
 def _faster(question: Question) -> Iterator[tuple[str, Question]]:
     setting, method = question.setting, question.setting.method
     if setting.update == "forward" and setting.micro_batches == 1 and setting.dtype != "fp16":
-        yield 'update="backward"', question.changed(update="backward")
+        yield "--update backward", question.changed(update="backward")
     for state_dtype in ("bf16", "int8"):
         if setting.dtype == "bf16" and setting.state_dtype not in (state_dtype, "int8"):
-            yield f'state_dtype="{state_dtype}"', question.changed(state_dtype=state_dtype)
+            yield f"--state-dtype {state_dtype}", question.changed(state_dtype=state_dtype)
     twice = 2 * setting.host_nbytes
-    yield f'host_memory="{format_size(twice)}"', question.changed(host_nbytes=twice)
+    yield f"--host-memory {_option(twice)}", question.changed(host_nbytes=twice)
     for times in (2, 4):
         more = method.tokens * times
         yield f"{more:,} tokens per step and rank", question.changed(tokens=more)
-    if method.checkpointing and not (method.offload or method.batch_tile):
-        yield "no activation checkpointing", question.changed(checkpointing=False)
+    if method.checkpointing and not (method.offload or method.batch_tile or method.activation_nbytes):
+        yield "--no-checkpointing", question.changed(checkpointing=False)
 
 
 def _speed(planned: Planned) -> float:
@@ -88,41 +93,76 @@ def _moved(planned: Planned) -> int:
 
 
 def _that_fit(one: Planned) -> list[Idea]:
-    """Return single changes that make it fit; else one of several, each of which takes less of what lacks."""
+    """Return single changes that make it fit; else one of several, each of which takes less of what lacks;
+    else what makes each resource alone suffice.
+    """
     question = replace(one.question, seconds=None)
     less: list[tuple[str, dict[str, Any], int | None]] = []
-    fitting = []
+    tried = []
     for change, fields, above in _reductions(question):
         planned = answer(_reduced(question, fields, above))
-        if planned.fits:
-            fitting.append(Idea(change, planned))
+        tried.append(Idea(change, planned))
         if _shortage(planned) < _shortage(one):
             less.append((change, fields, above))
-    fitting += _smaller_budgets(one, question)
-    least = one.least_host_nbytes
-    smaller = (answer(question.changed(host_nbytes=least)) if one.demand is None else None,)
-    fitting += [Idea(f'host_memory="{format_size(least)}"', each) for each in smaller if each and each.fits]
+    tried += _smaller_budgets(one, question)
+    fitting = [idea for idea in tried if idea.planned.fits]
     if fitting:
         return fitting[:_MOST]
     strongest = {next(iter(fields), "tile_above"): (change, fields, above) for change, fields, above in less}
+    if not strongest:
+        return []
     together = question
     for _, fields, above in strongest.values():
         together = _reduced(together, fields, above)
-    planned = answer(together)
-    words = [change for change, *_ in strongest.values()]
-    return [Idea(", together with ".join(words), planned)] if planned.fits else []
+    words = " ".join(change for change, *_ in strongest.values())
+    all_of_them = Idea(words, answer(together))
+    return [all_of_them] if all_of_them.planned.fits else _for_each_resource(one, [*tried, all_of_them])
+
+
+def _for_each_resource(one: Planned, tried: list[Idea]) -> list[Idea]:
+    """Return, for each resource that lacks, the first change with which it suffices; the last one tried, with
+    what lacks then, where none does.
+    """
+    found = []
+    for need in one.needs:
+        if not need.short_nbytes:
+            continue
+        enough = [idea for idea in tried if idea.planned.needs and not _lacks(idea.planned, need.what)]
+        if enough:
+            found.append(replace(enough[0], enough=need.what))
+        elif lacks := _lacks(tried[-1].planned, need.what):
+            still = f"nothing that was tried; {tried[-1].change} leave {format_size(lacks)} too little"
+            found.append(replace(tried[-1], enough=need.what, change=still))
+    return found
+
+
+def _lacks(planned: Planned, what: str) -> int:
+    return sum(need.short_nbytes for need in planned.needs if need.what == what)
 
 
 def _smaller_budgets(one: Planned, question: Question) -> list[Idea]:
-    """Return the host_memory that leaves the machine what else is needed of its memory, if that fits."""
-    short = sum(need.short_nbytes for need in one.needs if need.what == HOST_MEMORY)
+    """Return the host_memory that leaves the machine what else is needed of its memory, and, for a model with
+    which none was planned, the least that works.
+    """
+    short, found = _lacks(one, HOST_MEMORY), []
     left = question.setting.host_nbytes - short
-    if not short or left <= 0:
-        return []
-    unit = next((unit for unit in (1 << 30, 1 << 20) if left >= 4 * unit), 1 << 10)
-    nbytes = left // unit * unit
-    planned = answer(question.changed(host_nbytes=nbytes))
-    return [Idea(f'host_memory="{format_size(nbytes)}"', planned)] if planned.fits else []
+    if short and left > 0:
+        unit = next((unit for unit in (1 << 30, 1 << 20) if left >= 4 * unit), 1 << 10)
+        found.append(left // unit * unit)
+    if one.demand is None:
+        found.append(one.least_host_nbytes)
+    return [
+        Idea(f"--host-memory {_option(nbytes)}", answer(question.changed(host_nbytes=nbytes)))
+        for nbytes in found
+    ]
+
+
+def _option(nbytes: int) -> str:
+    """Return a size as options take it."""
+    for name, unit in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes % unit == 0:
+            return f"{nbytes // unit}{name}"
+    return str(nbytes)
 
 
 def _reduced(question: Question, fields: dict[str, Any], above_nbytes: int | None) -> Question:
@@ -137,17 +177,25 @@ def _reductions(question: Question) -> Iterator[tuple[str, dict[str, Any], int |
     layers are cut.
     """
     setting, method = question.setting, question.setting.method
-    if not method.checkpointing:
-        yield "activation checkpointing", {"checkpointing": True}, None
+    if not method.checkpointing and method.activation_nbytes is None:
+        yield "--checkpointing", {"checkpointing": True}, None
     if not method.loss_tiles:
-        yield "the loss without logits (--loss-tiles)", {"loss_tiles": True}, None
-    if method.checkpointing and method.offload is None:
+        yield "--loss-tiles", {"loss_tiles": True}, None
+    by_budget = method.activation_nbytes is not None
+    if method.checkpointing and method.offload is None and not by_budget:
         where = "nvme" if setting.nvme else "host"
-        yield f'offload_activations="{where}"', {"offload": where}, None
-    if method.checkpointing and method.batch_tile is None and method.tokens > method.sequence:
-        yield "blocks over one sequence at a time (--batch-tile 1)", {"batch_tile": 1}, None
+        yield f"--offload-activations {where}", {"offload": where}, None
+    if by_budget and method.sequence_tiles is None:
+        yield "--sequence-tiles auto", {"sequence_tiles": "auto"}, None
+    if (
+        method.checkpointing
+        and method.batch_tile is None
+        and not by_budget
+        and method.tokens > method.sequence
+    ):
+        yield "--batch-tile 1", {"batch_tile": 1}, None
     choice = tile_choice(setting.host_nbytes, setting.device_nbytes)
-    yield f'tile_above="{format_size(choice.nbytes)}"', {}, choice.nbytes
+    yield f"--tile-above {_option(choice.nbytes)}", {}, choice.nbytes
     yield from _smaller(question)
 
 
@@ -156,9 +204,9 @@ def _smaller(question: Question) -> Iterator[tuple[str, dict[str, Any], int | No
     setting, method = question.setting, question.setting.method
     for state_dtype in ("bf16", "int8"):
         if setting.dtype == "bf16" and setting.state_dtype not in (state_dtype, "int8"):
-            yield f'state_dtype="{state_dtype}"', {"state_dtype": state_dtype}, None
+            yield f"--state-dtype {state_dtype}", {"state_dtype": state_dtype}, None
     if setting.durable:
-        yield "no durable run", {"durable": False}, None
+        yield "no --durable", {"durable": False}, None
     sequences = method.tokens // method.sequence
     for part in (2, 8, 64):
         if sequences >= part:

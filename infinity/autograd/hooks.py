@@ -196,7 +196,7 @@ class Hooks:
         watched, saving = self._watching(task, inputs) if torch.is_grad_enabled() and saves else (None, None)
         counts = task == -1 and self._counting and (outer is None or (outer.counts and not outer.slices))
         keeps = not isinstance(module, Tile)
-        slices = "forward" in module.__dict__ and runs_in_slices(module)
+        slices = "forward" in module.__dict__ and runs_in_slices(module, inputs or ((), {}))
         again = task != -1 and keeps and takes_slices_back(torch._C._current_autograd_node())
         covered = (frozenset(), None) if slices or not covers else (covers, self._saves())
         frame = Frame(key, task, watched, saving, keeps, counts, slices, again, *covered)

@@ -94,8 +94,13 @@ def needs(demand: Demand, machine: Capacity) -> tuple[Need, ...]:
         of_device = [("parameters that wait", waiting), *computing, ("CUDA", CONTEXT_NBYTES)]
         found.append(_need("memory of each GPU", of_device, machine.gpu_nbytes))
     if setting.nvme:
-        records = demand.nvme_nbytes - demand.offloaded_nbytes
-        of_nvme = [("model and optimizer", ranks * records), ("activations", ranks * demand.offloaded_nbytes)]
+        gradients, activations = demand.stored_gradients_nbytes, demand.offloaded_nbytes
+        parts = {
+            "weights, masters and moments": demand.nvme_nbytes - gradients - activations,
+            "gradients until their update": gradients,
+            "activations": activations,
+        }
+        of_nvme = [(name, ranks * nbytes) for name, nbytes in parts.items()]
         found.append(_need("NVMe of each machine", of_nvme, machine.nvme_nbytes))
     return tuple(found)
 

@@ -62,7 +62,7 @@ def test_a_durable_run_needs_twice_the_space_of_its_records():
     assert asked(machine=between, update="backward").fits
     planned = asked(machine=between, update="backward", durable=True)
     refused(planned, f"{format_size(records - records // 2)} too little")
-    assert "no durable run" in [idea.change for idea in ideas(planned)]
+    assert "no --durable" in [idea.change for idea in ideas(planned)]
 
 
 def test_activations_over_the_device_memory_are_refused():

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import cut_ranks
 import infinity
 import models
 import parity
@@ -496,6 +497,7 @@ CASES = {
     "checkpointed": lambda: compare("llama", checkpoint="not", options={"update": "backward"}),
     "frozen": lambda: compare("llama", freeze="mlp"),
     "activation memory": lambda: by_budget(950 << 10, host_memory="64MiB"),
+    "cut by budget": lambda: cut_ranks.trained(activation_memory="6MiB", **NVME),
     "nvme activation memory": lambda: by_budget(950 << 10, **NVME),
     "nvme": lambda: compare("llama", **NVME),
     "nvme backward": lambda: compare("gpt2", options={"update": "backward"}, **NVME),
