@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from infinity.tiling.causal_lm import LogitsUsedError as LogitsUsedError
     from infinity.tiling.causal_lm import postpones as postpones
     from infinity.tiling.causal_lm import tile_loss_ as tile_loss_
+    from infinity.tiling.causal_lm import tile_loss_where as tile_loss_where
     from infinity.tiling.causal_lm import untile_loss_ as untile_loss_
     from infinity.tiling.embedding import TiledEmbedding as TiledEmbedding
     from infinity.tiling.embedding import may_be_cut as may_be_cut
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from infinity.tiling.sliced import runs_in_slices as runs_in_slices
     from infinity.tiling.sliced import tile_batch as tile_batch
     from infinity.tiling.sliced import tile_sequence as tile_sequence
+    from infinity.tiling.sliced import tile_sequence_where as tile_sequence_where
     from infinity.tiling.sliced import untile_ as untile_
     from infinity.tiling.slices import takes_slices_back as takes_slices_back
     from infinity.tiling.tile import EmbeddingTile as EmbeddingTile
@@ -54,6 +56,7 @@ _MODULES = {
         "LogitsUsedError",
         "postpones",
         "tile_loss_",
+        "tile_loss_where",
         "untile_loss_",
     ),
     "infinity.tiling.embedding": (
@@ -88,6 +91,7 @@ _MODULES = {
         "runs_in_slices",
         "tile_batch",
         "tile_sequence",
+        "tile_sequence_where",
         "untile_",
     ),
     "infinity.tiling.slices": ("takes_slices_back",),
@@ -130,7 +134,9 @@ __all__ = [
     "tile_batch",
     "tile_batch_",
     "tile_loss_",
+    "tile_loss_where",
     "tile_sequence",
+    "tile_sequence_where",
     "tiles_of",
     "untile_",
     "untile_loss_",

@@ -12,6 +12,7 @@ first used.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,10 @@ from infinity.tiling.linear import TiledLinear
 from infinity.tiling.loss import cross_entropy
 from infinity.tiling.whole import METADATA
 
+logger = logging.getLogger("infinity")
+
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+_NOT_IN_PLACE = ("__index__", "__int__", "__invert__", "__iter__")
 _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -34,8 +38,14 @@ class Head:
     def __init__(self, module: nn.Module, forward: Callable[..., torch.Tensor]) -> None:
         self.module = module
         self.forward = forward
+        self.asked = False
+        """Whether tile_loss_ was called: no loss makes logits then."""
+        self.where: Callable[[int], bool] | None = None
+        """Says it of a loss of so many labels, by Config(loss_tiles=...); None: never."""
+        self.must = False
+        """Whether what `where` says is no choice."""
         self.loss_follows = False
-        """Whether the model's forward is running with labels."""
+        """Whether the model's forward is running with labels, and a loss that makes no logits."""
         self.hooks: tuple[RemovableHandle, ...] = ()
         """Around the model's forward."""
 
@@ -47,10 +57,16 @@ class Head:
             return cross_entropy(hidden, self.module.weight, bias=self.module.bias, **loss)  # type: ignore[arg-type]
         return Logits.of(self, hidden) if self.loss_follows else self.forward(hidden)
 
+    def versions(self) -> tuple[int, ...]:
+        """Return how often each of the layer's weights was changed."""
+        return tuple(one._version for one in self.module.parameters())
+
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record whether the model's forward is asked for a loss."""
         given = inspect.signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments
-        self.loss_follows = {**given, **kwargs}.get("labels") is not None
+        labels = {**given, **kwargs}.get("labels")
+        chosen = isinstance(labels, torch.Tensor) and self.where is not None and self.where(labels.numel())
+        self.loss_follows = labels is not None and (self.asked or chosen)
 
     def after(self, _model: nn.Module, _args: Any, _output: Any) -> None:
         """Record that the model's forward is over."""
@@ -62,6 +78,24 @@ class Head:
         self.hooks = (
             model.register_forward_pre_hook(self.before, with_kwargs=True),
             model.register_forward_hook(self.after, always_call=True),
+        )
+
+    def give_up(self, operation: str) -> None:
+        """Let this and all further forwards make logits, as the model uses them before its loss.
+
+        Raises: LogitsUsedError where tile_loss_ was asked for, or the operation would change logits that are
+            not there.
+        """
+        if self.asked or self.must or _changes(operation):
+            raise LogitsUsedError(
+                f"the model applies {operation}() to its logits before the loss (scaling, capping?), and a "
+                "loss computed without logits cannot include that: this model cannot be used with "
+                "tile_loss_, nor with loss_tiles"
+            )
+        self.where, self.loss_follows = None, False
+        logger.warning(
+            'loss_tiles="auto": the model applies %s() to its logits before the loss: its losses make them',
+            operation,
         )
 
     def undo(self) -> None:
@@ -82,6 +116,8 @@ class Logits(torch.Tensor):
 
     head: Head
     hidden: torch.Tensor
+    versions: tuple[int, ...]
+    """Of the output layer's weights when the logits were asked for."""
 
     @staticmethod
     def of(head: Head, hidden: torch.Tensor, dtype: torch.dtype | None = None) -> Logits:
@@ -93,7 +129,7 @@ class Logits(torch.Tensor):
         logits = torch.Tensor._make_subclass(  # noqa: SLF001 - as nn.Parameter does
             Logits, torch.empty(shape, dtype=dtype, device="meta")
         )
-        logits.head, logits.hidden = head, hidden
+        logits.head, logits.hidden, logits.versions = head, hidden, head.versions()
         return logits
 
     @classmethod
@@ -119,19 +155,34 @@ class Logits(torch.Tensor):
                 return func(*args, **kwargs)
         dtype = _CASTS.get(name, args[1] if name == "to" and len(args) == 2 and not kwargs else None)
         if isinstance(dtype, torch.dtype):
-            return Logits.of(args[0].head, args[0].hidden, dtype)
+            return args[0].cast(dtype)
         return func(*pytree.tree_map_only(Logits, lambda one: one.formed(name), args), **kwargs)
+
+    def cast(self, dtype: torch.dtype) -> Logits:
+        """Stand for the same logits in another type."""
+        other = Logits.of(self.head, self.hidden, dtype)
+        other.versions = self.versions
+        return other
 
     def formed(self, operation: str) -> torch.Tensor:
         """Compute the logits.
 
         Raises:
-            LogitsUsedError: the model's own forward uses them before its loss.
+            LogitsUsedError: the model's own forward uses them before its loss (see `Head.give_up`), they
+                would be changed in place, or the output layer's weights have changed since.
         """
         if self.head.loss_follows:
+            self.head.give_up(operation)
+        if _changes(operation):
             raise LogitsUsedError(
-                f"the model applies {operation}() to its logits before the loss (scaling, capping?), and a "
-                "loss computed without logits cannot include that: this model cannot be used with tile_loss_"
+                f"{operation}() on logits that a loss without logits did not make: the change would be lost. "
+                "Change a copy, as output.logits.clone() makes one"
+            )
+        if self.versions != self.head.versions():
+            raise LogitsUsedError(
+                "the logits of a loss without logits (tile_loss_, loss_tiles) are made when they are used, "
+                "and the output layer's weights have changed since their forward. Use them before the step, "
+                "or call the model again"
             )
         module: Callable[..., torch.Tensor] = self.head.module
         with torch._C.DisableTorchFunctionSubclass():
@@ -141,6 +192,13 @@ class Logits(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         """Show shape and dtype; computes nothing."""
         return f"Logits({tuple(self.shape)}, {self.dtype}, not computed)"
+
+
+def _changes(operation: str) -> bool:
+    """Whether an operation of this name changes its tensor in place."""
+    if operation.startswith("__") and operation.endswith("__"):
+        return operation == "__setitem__" or (operation[:3] == "__i" and operation not in _NOT_IN_PLACE)
+    return operation.endswith("_")
 
 
 class Loss:
@@ -197,6 +255,23 @@ def tile_loss_(model: nn.Module, z_loss: float = 0.0) -> nn.Module:
     Raises:
         ValueError: the output layer is not an nn.Linear, or the loss function is not ForCausalLMLoss.
     """
+    _stand_in(model, z_loss).asked = True
+    return model
+
+
+def tile_loss_where(model: nn.Module, where: Callable[[int], bool], *, must: bool = False) -> None:
+    """Make a Hugging Face causal language model compute those losses without logits of which `where` says so,
+    given the number of labels. A model that uses its logits before the loss makes them, and the log says so;
+    where it `must` not, it raises as with tile_loss_. `untile_loss_` leaves it.
+
+    Raises:
+        ValueError: as tile_loss_.
+    """
+    head = _stand_in(model, 0.0)
+    head.where, head.must = where, must
+
+
+def _stand_in(model: nn.Module, z_loss: float) -> Head:
     find = getattr(model, "get_output_embeddings", None)
     head: Any = find() if find is not None else None
     if type(head) not in (nn.Linear, TiledLinear):
@@ -210,19 +285,24 @@ def tile_loss_(model: nn.Module, z_loss: float = 0.0) -> nn.Module:
         raise ValueError(
             f"{type(model).__name__} has the loss function {original}: only ForCausalLMLoss can be tiled"
         )
-    if not isinstance(head.__dict__.get("forward"), Head):
-        Head(head, head.forward).stand_in(model)
+    found = head.__dict__.get("forward")
+    if not isinstance(found, Head):
+        found = Head(head, head.forward)
+        found.stand_in(model)
     model.loss_function = Loss(original, z_loss)  # type: ignore[assignment]
-    return model
+    return found
 
 
 def untile_loss_(model: nn.Module) -> nn.Module:
     """Undo tile_loss_, in place; returns the model."""
+    heads = [one.__dict__.get("forward") for one in model.modules()]
+    stay = False
+    for head in heads:
+        if isinstance(head, Head) and head.where is not None:
+            head.asked, stay = False, True
+        elif isinstance(head, Head):
+            head.undo()
     loss: Any = getattr(model, "loss_function", None)
     if isinstance(loss, Loss):
-        model.loss_function = loss.original  # type: ignore[assignment]
-    for module in model.modules():
-        head = module.__dict__.get("forward")
-        if isinstance(head, Head):
-            head.undo()
+        model.loss_function = Loss(loss.original, 0.0) if stay else loss.original  # type: ignore[assignment]
     return model

@@ -22,6 +22,10 @@ class InSlices:
     module: nn.Module
     forward: Callable[..., Any]
 
+    def cuts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call with these arguments calls each child several times."""
+        return True
+
     def _run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], cut: Any, size: int, *, straight: bool = False
     ) -> Any:
@@ -68,6 +72,44 @@ class SequenceSlices(InSlices):
         lengths = [one.shape[self.dim] for one in _tensors((args, kwargs))]
         size = max(-(-max(lengths, default=0) // self.tiles), 1)
         return self._run(args, kwargs, lambda _: self.dim, size, straight=True)
+
+
+@dataclass(slots=True)
+class ChosenSlices(InSlices):
+    """Cuts every tensor argument along `dim`, into as many slices as is said of each call; calls that are not
+    cut are those of the module as it is. `untile_` leaves it.
+    """
+
+    choose: Callable[[torch.Tensor], int]
+    """Returns the number of slices for a call with this first tensor; it tells by the shape alone, so that a
+    recomputation is cut as its forward was.
+    """
+    dim: int
+    alike: Callable[[], bool]
+    """Whether to fetch around calls that are not cut as around those that are: see `cuts`."""
+
+    def cuts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call is cut, or others may be at the same time, on ranks with longer sequences."""
+        return self._tiles(args, kwargs) > 1 or self.alike()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, in slices where it is large."""
+        tiles = self._tiles(args, kwargs)
+        if tiles == 1:
+            return self.forward(*args, **kwargs)
+        length = _tensors((args, kwargs))[0].shape[self.dim]
+        return self._run(args, kwargs, lambda _: self.dim, max(-(-length // tiles), 1), straight=True)
+
+    def _tiles(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return 1
+        tensors = _tensors((args, kwargs))
+        if not tensors or tensors[0].dim() < -self.dim:
+            return 1
+        length = tensors[0].shape[self.dim]
+        if length < 2 or any(one.dim() < 2 or one.shape[self.dim] != length for one in tensors):
+            return 1
+        return min(self.choose(tensors[0]), length)
 
 
 @dataclass(slots=True)
@@ -189,7 +231,7 @@ def tile_batch(block: nn.Module, micro_batch: int, whole: Collection[str] = ()) 
 def untile_(module: nn.Module) -> nn.Module:
     """Undo tile_sequence, tile_batch and tile_batch_ on a module and its descendants; returns the module."""
     for one in module.modules():
-        if runs_in_slices(one):
+        if runs_in_slices(one) and not isinstance(one.forward, ChosenSlices):
             forward = _own_forward(one)
             del one.forward
             if forward != one.forward:  # an instance had a forward of its own before
@@ -197,12 +239,24 @@ def untile_(module: nn.Module) -> nn.Module:
     return module
 
 
-def runs_in_slices(module: nn.Module) -> bool:
-    """Whether one call of `module` calls each of its children several times.
+def tile_sequence_where(
+    module: nn.Module, choose: Callable[[torch.Tensor], int], dim: int, alike: Callable[[], bool]
+) -> None:
+    """Make a position-wise module run in as many slices as `choose` says of each call, as tile_sequence. It
+    is given the call's first tensor, and tells by its shape alone. alike: whether parameters are to be
+    fetched around every call alike, cut or not, as ranks need it that may choose differently.
+    """
+    module.forward = ChosenSlices(module, _own_forward(module), choose, dim, alike)
+
+
+def runs_in_slices(module: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None) -> bool:
+    """Whether one call of `module` calls each of its children several times; inputs: (args, kwargs) of the
+    call, None for any.
 
     Code that fetches parameters around module calls should then fetch the children's around this call.
     """
-    return isinstance(module.__dict__.get("forward"), InSlices)
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, InSlices) and (inputs is None or forward.cuts(*inputs))
 
 
 class TiledMLP(nn.Module):

@@ -38,6 +38,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from infinity.activations.boundaries import Boundaries
+from infinity.activations.cut_by_budget import CutByBudget
 from infinity.activations.measured import MeasuredForward, storage_of, tensors_in
 from infinity.device.device import Device
 from infinity.errors import ConfigError, UnsupportedError
@@ -148,12 +149,31 @@ class ActivationBudget:
         self._run: _Run | None = None
         self.decisions: list[Decision] = []
         """All so far."""
+        self._cuts: CutByBudget | None = None
         self._waiting: list[weakref.ref[_Waiting]] = []
         self._said: set[str] = set()
         self._emptied: weakref.WeakSet[Any] = weakref.WeakSet()
         """Caches of keys and values that a forward with gradients was given, and did not fill."""
         self.reason = "nothing is measured yet: the first step recomputes all blocks"
         """What the last forward did, and why, for people."""
+
+    def cut_by(self, cuts: CutByBudget) -> None:
+        """Have `cuts` hear of forwards, and measure those anew for which it chooses something else."""
+        self._cuts = cuts
+
+    @property
+    def told(self) -> str:
+        """What is decided, and why, for people."""
+        cut = "" if self._cuts is None else self._cuts.reason
+        return f"{self.reason}; {cut}" if cut else self.reason
+
+    def budget_nbytes(self, agree: bool) -> int:  # noqa: FBT001
+        """Return the budget; agree: whether all ranks ask for it. Where it is "auto", and nothing was decided
+        yet, a rank that asks alone gets what is free now.
+        """
+        if self._nbytes is not None or (agree and torch.is_grad_enabled()):
+            return self._budget()
+        return max(self._free_nbytes(), 1)
 
     # What follows a model's forward
 
@@ -162,6 +182,8 @@ class ActivationBudget:
         if self._run is not None:
             self._failed(self._run)  # Ctrl-C ended it, and no hook ran
         self._run = _Run(inputs)
+        if self._cuts is not None:
+            self._cuts.began(inputs)
 
     def saved(self, tensor: torch.Tensor) -> None:
         """Autograd saves a tensor that is no weight."""
@@ -258,6 +280,7 @@ class ActivationBudget:
             torch.is_autocast_enabled(self._device.torch_device.type),
             self._trained(),
             sum(one.requires_grad for one in module.parameters()),
+            None if self._cuts is None else self._cuts.regime(run.inputs),
         ]
         sizes: list[int] = []
         for path, leaf in pytree.tree_flatten_with_path((run.inputs, given))[0]:

@@ -183,7 +183,7 @@ class Hooks:
         outer = self._frames[-1] if self._frames else None
         counts = task == -1 and self._counting and (outer is None or (outer.counts and not outer.slices))
         keeps = not isinstance(module, Tile)
-        slices = "forward" in module.__dict__ and runs_in_slices(module)
+        slices = "forward" in module.__dict__ and runs_in_slices(module, inputs or ((), {}))
         again = task != -1 and keeps and takes_slices_back(torch._C._current_autograd_node())
         frame = Frame(id(module), task, watched, saving, keeps, counts, slices, again)
         self._frames.append(frame)

@@ -77,7 +77,7 @@ class Entering(_Hook):
         """As torch calls it; returns other arguments where `_would_repeat_weight`."""
         units = self._units
         if "forward" in module.__dict__:  # else its class's, which is none of tiling's
-            units = self._below if runs_in_slices(module) else units
+            units = self._below if runs_in_slices(module, (args, kwargs)) else units
             units = [] if postpones(module, kwargs) else units
         if torch._C._functorch.peek_interpreter_stack() is None:
             self._hooks.enter(module, units, (args, kwargs), below=self._below)

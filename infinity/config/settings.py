@@ -101,6 +101,13 @@ class Config:
         and where that is too much their inputs wait in host_memory or on NVMe. infinity.stats says what was
         decided and why. "auto": nine tenths of what is free there then. None: the model's own checkpointing
         decides, and offload_activations. See planning.recomputation.
+    sequence_tiles: in how many slices of the sequence the MLPs of models of transformers run, and their
+        experts, recomputed in the backward: a number, as infinity.tiling.tile_sequence, or "auto": as many as
+        activation_memory asks for, by the shapes of each call. Sums of gradients are then made in another
+        order. None: MLPs stay whole.
+    loss_tiles: whether causal language models of transformers make their losses without logits, as
+        infinity.tiling.tile_loss_: True, or "auto": for losses of so many tokens that activation_memory asks
+        for it. False: the model's own loss. See planning.slices for both.
     aio: the I/O engine, "io_uring", "threads" or "buffered"; None takes INFINITY_AIO, or the best one that
         works.
     verify: whether what is read is compared with the hash of what was written: "always" (or True), "sample"
@@ -130,6 +137,8 @@ class Config:
     expert_parallel: int = 1
     offload_activations: str | None = None
     activation_memory: int | str | None = None
+    sequence_tiles: int | str | None = None
+    loss_tiles: bool | str = False
     aio: str | None = None
     verify: bool | str = "always"
     durable: bool | str = False
@@ -225,6 +234,7 @@ class Config:
                 f"activation_memory={self.activation_memory!r} decides itself which inputs wait where: leave "
                 f"offload_activations={self.offload_activations!r} out"
             )
+        self._check_tiles()
         if self.durable_steps and not self.nvme_folders:
             raise ConfigError(f"durable={self.durable!r} needs a folder on NVMe (nvme=...)")
         if self.frozen_dtype is not None and not self.nvme_folders:
@@ -233,6 +243,19 @@ class Config:
             raise ConfigError("wipe=True removes a durable run: it needs durable=True")
         if self.wipe:
             warn_deprecated("wipe=True", "call infinity.wipe(folder) before Init")
+
+    def _check_tiles(self) -> None:
+        tiles, of_loss = self.sequence_tiles, self.loss_tiles
+        if tiles is not None and tiles != "auto" and (type(tiles) is not int or tiles < 1):
+            raise ConfigError(f'sequence_tiles={tiles!r}: expected a number of slices, "auto" or None')
+        if of_loss != "auto" and type(of_loss) is not bool:
+            raise ConfigError(f'loss_tiles={of_loss!r}: expected True, False or "auto"')
+        if "auto" in (tiles, of_loss) and self.activation_memory is None:
+            name = "sequence_tiles" if tiles == "auto" else "loss_tiles"
+            raise ConfigError(
+                f'{name}="auto" goes by the budget of activations: give it, as activation_memory="2GiB" or '
+                f'"auto"; or say {"a number of slices" if tiles == "auto" else "True"}'
+            )
 
     def _check_device(self) -> None:
         if self.device is None:

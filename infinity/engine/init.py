@@ -21,7 +21,8 @@ from infinity.engine.pretrained import loading_in_order
 from infinity.engine.quantized import leaving_packed
 from infinity.engine.recomputation import keep_to_budget
 from infinity.engine.scripting import refusing_scripts
-from infinity.engine.sequences import sequence_parallel
+from infinity.engine.sequences import models_of_transformers, sequence_parallel
+from infinity.engine.slices import cut_activations
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.ranks.group import Ranks
 from infinity.tensors import as_bytes, digest
@@ -48,12 +49,7 @@ def _divide_sequences(models: Iterable[nn.Module]) -> None:
 
     Raises: ConfigError if there is none.
     """
-    found: dict[nn.Module, None] = {}
-    within: set[nn.Module] = set()
-    for model in [one for root in models for one in root.modules()]:  # from the outermost
-        if hasattr(model, "set_attn_implementation") and model not in within:
-            found[model] = None
-            within.update(model.modules())
+    found = models_of_transformers(models)
     if not found:
         raise ConfigError(
             "sequence_parallel: no model of transformers was built inside this Init; leave it out"
@@ -177,6 +173,7 @@ class Init:
                     if self.config.sequence_parallel > 1:
                         _divide_sequences(models)
                     keep_to_budget(engine, models)
+                    cut_activations(engine, models)
         except BaseException:
             engine.close()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,17 @@ from infinity.sequences.group import SequenceGroup
 from infinity.sequences.parallel import SequenceParallel
 
 _TIMEOUT_S = 600.0
+
+
+def models_of_transformers(models: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the models of transformers in `models`, none of them in another one, the outermost first."""
+    found: dict[nn.Module, None] = {}
+    within: set[nn.Module] = set()
+    for model in [one for root in models for one in root.modules()]:  # from the outermost
+        if hasattr(model, "set_attn_implementation") and model not in within:
+            found[model] = None
+            within.update(model.modules())
+    return list(found)
 
 
 def sequence_parallel(

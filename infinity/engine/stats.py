@@ -392,7 +392,7 @@ def stats(model: nn.Module) -> Stats:
         device_held_nbytes=ledger.held_nbytes if ledger is not None else 0,
         device_peak_nbytes=ledger.peak_nbytes if ledger is not None else 0,
         device_nbytes=tier.held_nbytes if tier is not None else 0,
-        activations=engine.activations.reason if engine.activations is not None else "",
+        activations=engine.activations.told if engine.activations is not None else "",
         uploaded_nbytes=uploaded_nbytes,
         downloaded_nbytes=downloaded_nbytes,
     )

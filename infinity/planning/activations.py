@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 
-_LOGIT_NBYTES = 12
+LOGIT_NBYTES = 12
+"""For each token and entry of the vocabulary: see [Note: logits]."""
 _LOSS_TILES = 16
 """Parts of the fp32 logits, of which one exists at a time."""
 _LOSS_TILE_TOKENS = 128
@@ -173,9 +174,9 @@ def usage(model: Activations, method: Method, width: int, *, gpu: bool = False) 
 def _logits_nbytes(vocabulary: int, tokens: int, *, loss_tiles: bool) -> float:
     whole = vocabulary * tokens
     if not loss_tiles:
-        return _LOGIT_NBYTES * whole
+        return LOGIT_NBYTES * whole
     part = min(4 * whole / _LOSS_TILES, 2 * _LOSS_TILE_NBYTES)
-    return min(max(part, 4 * vocabulary * _LOSS_TILE_TOKENS), _LOGIT_NBYTES * whole)
+    return min(max(part, 4 * vocabulary * _LOSS_TILE_TOKENS), LOGIT_NBYTES * whole)
 
 
 def peak_moments(

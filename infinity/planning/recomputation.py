@@ -202,9 +202,9 @@ def _too_small(step: StepMemory, places: Sequence[str], budget_nbytes: int, tier
     peak = step.peak_nbytes(places)
     largest = max((one.input_nbytes + one.kept_nbytes + one.working_nbytes for one in step.blocks), default=0)
     inputs = sum(one.held_nbytes(place) for one, place in zip(step.blocks, places, strict=True))
-    cures = ["fewer or shorter sequences in a batch"]
+    cures = ['sequence_tiles="auto", MLPs in slices', "fewer or shorter sequences in a batch"]
     if step.head_kept_nbytes + step.head_working_nbytes > largest:
-        cures.insert(0, "infinity.tiling.tile_loss_(model), the loss without logits")
+        cures.insert(0, 'loss_tiles="auto" or infinity.tiling.tile_loss_(model), the loss without logits')
     if RECOMPUTE in places and not tiers.nvme:
         cures.insert(0, "a folder on NVMe (nvme=...), where inputs can wait")
     return (

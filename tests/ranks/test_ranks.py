@@ -94,7 +94,7 @@ OTHERS = [
 ]
 JOINED = ["joined llama", "joined gpt2", "joined mixtral", "joined frozen"]
 CASES = {
-    2: [*EXACT[:-1], *OTHERS, *CHOSEN[2:], "nvme traffic of 25m", "whole surgery", *JOINED],
+    2: ["cut by budget", *EXACT[:-1], *OTHERS, *CHOSEN[2:], "nvme traffic of 25m", "whole surgery", *JOINED],
     3: [*FEW, *JOINED, "counted", "leaving", "killed"],
     4: [*FEW, "mesh", "grid", "chosen, nvme", *JOINED, "counted", "leaving", "killed"],
 }
@@ -161,6 +161,15 @@ def test_ranks_decide_alike_what_blocks_keep_though_their_batches_differ(answers
     assert {one["measured"] for one in given} == {2}  # each length of the longest rank
     (reason,) = {one["activations"] for one in given}
     assert reason.startswith("1 of 2 blocks kept")
+
+
+@pytest.mark.slow
+def test_ranks_cut_alike_though_one_has_more_tokens_and_evaluate_with_lengths_of_their_own(answers):
+    given = answers(2, "cut by budget")
+    for one in given:
+        assert one["runs"][0] == one["runs"][1]
+        assert "make no logits of 64 words, of 820 tokens for one" in one["activations"]
+        assert "each LlamaMLP runs in" in one["activations"]
 
 
 @pytest.mark.parametrize(("ranks", "case"), [of(2, "experts"), of(2, "experts, checkpointed")])

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from infinity.tiling import tile_, tile_loss_
+from infinity.tiling import LogitsUsedError, tile_, tile_loss_
 from infinity.tiling.causal_lm import Logits
 from models import MODELS, batch
 
@@ -67,6 +67,20 @@ def test_logits_are_computed_when_used_and_not_before(model):
     assert not calls
     assert torch.equal(output.logits.argmax(-1), model(ids).logits.argmax(-1))
     assert len(calls) == 2
+
+
+def test_logits_of_an_earlier_step_and_changes_in_place_are_refused_and_not_made_up(model):
+    optimizer = torch.optim.SGD(tile_loss_(model).parameters(), lr=0.1)
+    ids = batch(1)
+    output = model(ids, labels=ids)
+    for change in (lambda: output.logits.mul_(2), lambda: output.logits.__setitem__(0, 0.0)):
+        with pytest.raises(LogitsUsedError, match="the change would be lost"):
+            change()
+    output.loss.backward()
+    optimizer.step()
+    for use in (lambda: output.logits.argmax(-1), lambda: output.logits.float() + 1):
+        with pytest.raises(LogitsUsedError, match="weights have changed since"):
+            use()
 
 
 def test_without_labels_logits_are_logits(model):
