@@ -196,6 +196,8 @@ class ActivationBudget:
         Raises: ConfigError with the smallest budget that works, where nothing fits.
         """
         run, self._run = self._run, None
+        if self._cuts is not None:
+            self._cuts.ended()
         if run is None:
             return
         self._emptied.update(run.emptied)

@@ -7,9 +7,9 @@ recomputation in the backward so is cut as its forward was.
 
 [Note: ranks that choose alike]
 A backward over slices uses an MLP's weights in another order than one over all of it, and ranks fetch weights
-together. So in a forward with gradients ranks tell each other the number of their tokens, and all go by
-the largest that was told so far. Without gradients each goes by its own, since one may compute
-alone; the parameters of an MLP are then fetched around its call, cut or not.
+together. So in a forward with gradients ranks tell each other the number of their tokens, and all go by the
+largest, in its backward too. Without gradients each goes by its own, since one may compute alone; the
+parameters of an MLP are then fetched around its call, cut or not.
 """
 
 from __future__ import annotations
@@ -110,8 +110,14 @@ class CutByBudget:
     def __init__(self, ranks: Ranks, budget_nbytes: Callable[[bool], int]) -> None:
         """budget_nbytes: of activations; given whether all ranks ask for it."""
         self._ranks, self._budget_nbytes = ranks, budget_nbytes
-        self._longest = 0
-        """Tokens of a rank in a forward with gradients, the most so far."""
+        self._longest: dict[int, int] = {}
+        """By the tokens of this rank in a forward with gradients: the most that a rank had in it, of the last
+        such forward.
+        """
+        self._latest = 0
+        """The most of the last forward with gradients."""
+        self._trains = False
+        """Whether such a forward is under way."""
         self._widths: set[tuple[int, int]] = set()
         """Of MLPs, and bytes of their elements."""
         self._vocabularies: set[int] = set()
@@ -145,19 +151,26 @@ class CutByBudget:
 
     def began(self, inputs: Any) -> None:
         """A forward with gradients begins: several ranks tell each other their tokens."""
+        self._trains = True
         if self._ranks.size > 1:
             self._budget_nbytes(True)
-            longest = -self._ranks.least(-_tokens_in(inputs), "compare lengths of sequences")
-            self._longest = max(self._longest, longest)
+            own = _tokens_in(inputs)
+            self._latest = -self._ranks.least(-own, "compare lengths of sequences")
+            self._longest[own] = self._latest
+
+    def ended(self) -> None:
+        """It is over."""
+        self._trains = False
 
     def _alike(self) -> bool:
         return self._ranks.size > 1 and not torch.is_grad_enabled()
 
     def _agreed(self, tokens: int) -> int:
         """Return how many tokens a choice is made for, where a rank has so many."""
-        if self._ranks.size == 1 or (tokens > self._longest and not torch.is_grad_enabled()):
+        trains = self._trains or torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
+        if self._ranks.size == 1 or not trains:
             return tokens
-        return self._longest
+        return self._longest.get(tokens, self._latest)
 
     def _chooser(self, one: PositionWise) -> Callable[[torch.Tensor], int]:
         width, itemsize = one.width, one.itemsize

@@ -168,7 +168,7 @@ def test_ranks_cut_alike_though_one_has_more_tokens_and_evaluate_with_lengths_of
     given = answers(2, "cut by budget")
     for one in given:
         assert one["runs"][0] == one["runs"][1]
-        assert "make no logits of 64 words, of 820 tokens for one" in one["activations"]
+        assert "make no logits of 256 words, of 820 tokens for one" in one["activations"]
         assert "each LlamaMLP runs in" in one["activations"]
 
 

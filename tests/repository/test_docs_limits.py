@@ -84,6 +84,24 @@ def reshaped(lab):
         model[1].weight.data = torch.zeros(4, 256, dtype=torch.bfloat16)
 
 
+def without_logits(lab):
+    """Return what a loss without logits returned, and its model."""
+    model = lab.build(models.MODELS["llama"], loss_tiles=True)
+    return model(input_ids=models.batch(0), labels=models.batch(0)), model
+
+
+def late_logits(lab):
+    output, model = without_logits(lab)
+    optimizer = infinity.SGD(model.parameters(), lr=1.0)
+    output.loss.backward()
+    optimizer.step()
+    output.logits.argmax(-1)
+
+
+def changed_logits(lab):
+    without_logits(lab)[0].logits.div_(2)
+
+
 def distributed_parameter(lab):
     from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -255,6 +273,11 @@ TRIED = {
         lambda lab: lab.build(normed, activation_memory="1MiB")(torch.ones(4, 8, dtype=torch.bfloat16)),
     ],
     "`activation_memory` for a model without blocks": [lambda lab: lab.model(activation_memory="1MiB")],
+    "`sequence_tiles` by a number where no MLP is known, `loss_tiles=True` where no causal loss is": [
+        lambda lab: lab.model(sequence_tiles=2),
+        lambda lab: lab.model(loss_tiles=True),
+    ],
+    "logits of a loss without logits, used after the step or changed in place": [late_logits, changed_logits],
     "FSDP (`fully_shard`) of a model built in `Init`": [lambda lab: sharded(lab.model())],
     "`torch.func.grad`, `vjp`, `jacrev` of the model's own parameters": [
         lambda lab: torch.func.grad(functional)(dict(lab.model().named_parameters()), lab.built[-1]),

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import cut_ranks
 import infinity
 import models
 import parity
@@ -362,31 +362,6 @@ def by_budget(nbytes, **settings):
     }
 
 
-def cut_by_budget(**settings):
-    """Train on batches that are longer on each rank, in slices and without logits by the budget, twice."""
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        with infinity.Init(sequence_tiles="auto", loss_tiles="auto", **settings):
-            model = models.MODELS["llama"]()
-        optimizer = infinity.AdamW(model.train().parameters(), lr=1e-2)
-        losses = []
-        for step, length in enumerate((520, 40, 520)):
-            ids = torch.randint(
-                0, 64, (1, length + 300 * dist.get_rank()), generator=torch.Generator().manual_seed(step)
-            )
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        model.eval()
-        with torch.no_grad():
-            losses.append(model(input_ids=ids[:, : 200 + 600 * dist.get_rank()]).logits.sum().item())
-        runs.append(losses)
-    return {"runs": runs, "activations": infinity.stats(model).activations}
-
-
 def partitioned(**settings):
     """Train copies of one model, once with all activations on every rank, and once with a part on each."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
@@ -520,7 +495,7 @@ CASES = {
     "checkpointed": lambda: compare("llama", checkpoint="not", options={"update": "backward"}),
     "frozen": lambda: compare("llama", freeze="mlp"),
     "activation memory": lambda: by_budget(950 << 10, host_memory="64MiB"),
-    "cut by budget": lambda: cut_by_budget(activation_memory="1MiB", **NVME),
+    "cut by budget": lambda: cut_ranks.trained(activation_memory="6MiB", **NVME),
     "nvme activation memory": lambda: by_budget(950 << 10, **NVME),
     "nvme": lambda: compare("llama", **NVME),
     "nvme backward": lambda: compare("gpt2", options={"update": "backward"}, **NVME),
