@@ -72,7 +72,7 @@ def _faster(question: Question) -> Iterator[tuple[str, Question]]:
     for times in (2, 4):
         more = method.tokens * times
         yield f"{more:,} tokens per step and rank", question.changed(tokens=more)
-    if method.checkpointing and not (method.offload or method.batch_tile):
+    if method.checkpointing and not (method.offload or method.batch_tile or method.activation_nbytes):
         yield "no activation checkpointing", question.changed(checkpointing=False)
 
 
@@ -137,14 +137,22 @@ def _reductions(question: Question) -> Iterator[tuple[str, dict[str, Any], int |
     layers are cut.
     """
     setting, method = question.setting, question.setting.method
-    if not method.checkpointing:
+    if not method.checkpointing and method.activation_nbytes is None:
         yield "activation checkpointing", {"checkpointing": True}, None
     if not method.loss_tiles:
         yield "the loss without logits (--loss-tiles)", {"loss_tiles": True}, None
-    if method.checkpointing and method.offload is None:
+    by_budget = method.activation_nbytes is not None
+    if method.checkpointing and method.offload is None and not by_budget:
         where = "nvme" if setting.nvme else "host"
         yield f'offload_activations="{where}"', {"offload": where}, None
-    if method.checkpointing and method.batch_tile is None and method.tokens > method.sequence:
+    if by_budget and method.sequence_tiles is None:
+        yield "MLPs in slices (--sequence-tiles auto)", {"sequence_tiles": "auto"}, None
+    if (
+        method.checkpointing
+        and method.batch_tile is None
+        and not by_budget
+        and method.tokens > method.sequence
+    ):
         yield "blocks over one sequence at a time (--batch-tile 1)", {"batch_tile": 1}, None
     choice = tile_choice(setting.host_nbytes, setting.device_nbytes)
     yield f'tile_above="{format_size(choice.nbytes)}"', {}, choice.nbytes

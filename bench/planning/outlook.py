@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from infinity.bench.findings import Column, Findings, asked
 from infinity.bench.planning.advice import ideas, told
+from infinity.bench.planning.longest import longest_sequence
 from infinity.bench.planning.planned import Planned
 from infinity.planning.gpus import GPUS
 from infinity.planning.lookups import row_blocks
@@ -116,8 +117,10 @@ def single(pairs: Pairs, options: argparse.Namespace) -> Findings:
     """Return the findings of one plan, one fact per row."""
     ((_, one),) = pairs
     found = facts(one, options.tbw and options.tbw * 1e12)
+    found["longest_sequence"] = longest_sequence(one)
     advice = told(one, ideas(one))
-    lines = [*_assumed(one, options), *_needed(one), *_in_a_step(found)]
+    lines = [*_assumed(one, options), *_needed(one), *_of_activations(one), *_in_a_step(found)]
+    lines.append(("longest sequence that fits", _longest(one, found["longest_sequence"])))
     if one.setting.device_nbytes is not None and one.forecast is not None:
         lines.append(("each GPU in a step", _busy(one)))
     return Findings(
@@ -141,17 +144,23 @@ def _parameters(outline: Outline) -> str:
 def _assumed(one: Planned, options: argparse.Namespace) -> list[tuple[str, str]]:
     """Return what the plan is for."""
     setting, method, rates = one.setting, one.setting.method, one.question.rates
-    rows = method.tokens * method.sequence_parallel // method.sequence
+    rows, recomputed = (
+        method.tokens * method.sequence_parallel // method.sequence,
+        "blocks recomputed in the backward",
+    )
     ranks = "each rank" if method.sequence_parallel == 1 else f"every {method.sequence_parallel} ranks"
     batch = f"{rows} x {method.sequence:,} tokens on {ranks}"
     if setting.micro_batches > 1:
         batch += f", {setting.micro_batches} times in a step"
     types = f"{setting.dtype}, moments in {setting.state_dtype}, updates in the {setting.update}"
+    by_budget = method.activation_nbytes is not None
     ways = [
-        "blocks recomputed in the backward" if method.checkpointing else "no activation checkpointing",
+        f"within {format_size(method.activation_nbytes or 0)}" if by_budget else "",
+        "" if by_budget else recomputed if method.checkpointing else "no activation checkpointing",
         f"their inputs offloaded ({method.offload})" if method.offload else "",
         f"{method.batch_tile} sequences in a block at once" if method.batch_tile else "",
-        "the loss without logits" if method.loss_tiles else "",
+        _parted("MLPs in {} slices", method.sequence_tiles) if method.sequence_tiles else "",
+        _parted("the loss without logits", method.loss_tiles) if method.loss_tiles else "",
     ]
     lines = [
         ("micro-batch", batch),
@@ -222,6 +231,37 @@ def _needed(one: Planned) -> list[tuple[str, str]]:
     state = f"{format_size(one.demand.pinned_nbytes)} of weights and moments on each rank"
     gradients = f"{format_size(one.demand.kept_gradients_nbytes)} of gradients"
     return [*lines, ("kept within host_memory", f"{state}, {gradients}")]
+
+
+def _parted(what: str, how: int | str) -> str:
+    return (
+        f"{what.format('')} where the budget asks for it".replace("  ", " ")
+        if how == "auto"
+        else what.format(how)
+    )
+
+
+def _of_activations(one: Planned) -> list[tuple[str, str]]:
+    """Return where each rank's activations wait for the backward, and what a budget of them decided."""
+    used = one.demand.activations if one.demand is not None else None
+    if one.demand is None or used is None:
+        return []
+    on_nvme = one.demand.offloaded_nbytes
+    places = {
+        "where they are made": used.kept_nbytes,
+        "in host memory": used.leaving_nbytes - on_nvme,
+        "on NVMe": on_nvme,
+    }
+    shown = ", ".join(f"{format_size(nbytes)} {where}" for where, nbytes in places.items() if nbytes)
+    lines = [("activations of each rank wait", shown), ("  at their peak", format_size(used.peak_nbytes))]
+    decided, _, why = used.decided.partition("; ")
+    return [*lines, *((what, text) for what, text in (("  by their budget", decided), ("", why)) if text)]
+
+
+def _longest(one: Planned, tokens: int | None) -> str:
+    if tokens is None and one.uncounted:
+        return "not known: activations are not counted"
+    return "not known: give --machine-memory, or --gpu-memory" if tokens is None else f"{tokens:,} tokens"
 
 
 def _in_a_step(found: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -202,7 +202,7 @@ def _add_model(add: Callable[..., object]) -> None:
 
 
 def _add_ranks(add: Callable[..., object]) -> None:
-    add("--ranks", type=positive, default=1, metavar="N", help="in all (1)")
+    add("--ranks", type=positive, metavar="N", help="in all (1, or as many as share a sequence)")
     add("--local-ranks", type=positive, default=1, metavar="N", help="on each machine, sharing its NVMe (1)")
 
 
@@ -213,7 +213,14 @@ def _add_activations(add: Callable[..., object]) -> None:
         "where inputs of recomputed blocks wait, as Config(offload_activations=...) (where they are made)"
     )
     add("--offload-activations", choices=("host", "nvme"), help=offload)
-    add("--loss-tiles", action="store_true", help="the loss without logits: tiling.tile_loss_")
+    budget = "of what blocks keep, as Config(activation_memory=...): decides which are recomputed"
+    add("--activation-memory", type=some_size, metavar="SIZE", help=budget)
+    of_loss = (
+        'the loss without logits, as Config(loss_tiles=True); "auto": where --activation-memory asks for it'
+    )
+    add("--loss-tiles", nargs="?", const=True, default=False, type=_auto, metavar="auto", help=of_loss)
+    slices = 'slices of each MLP, as Config(sequence_tiles=...); "auto": as --activation-memory asks for (1)'
+    add("--sequence-tiles", type=_slices, metavar="N", help=slices)
     batch = "sequences that a block computes at once: tiling.tile_batch_(model, N) (all)"
     add("--batch-tile", type=positive, metavar="N", help=batch)
 
@@ -252,6 +259,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """
     check_outputs(options)
     code = 0
+    if getattr(options, "ranks", 0) is None:
+        options.ranks = getattr(options, "sequence_parallel", 1)
     if getattr(options, "gpu", None):
         _fill_in_gpu(options)
     if options.question == "compare":
@@ -325,6 +334,8 @@ def _plan_one(
         batch_tile=chosen.batch_tile,
         loss_tiles=chosen.loss_tiles,
         sequence_parallel=chosen.sequence_parallel,
+        sequence_tiles=chosen.sequence_tiles,
+        activation_nbytes=chosen.activation_memory,
     )
     setting = Setting(
         host_nbytes=_host_nbytes(chosen),
@@ -464,6 +475,16 @@ def _tokens_of_rank(options: argparse.Namespace) -> tuple[int, int]:
 
 
 # Types of arguments
+
+
+def _auto(text: str) -> str:
+    if text != "auto":
+        raise argparse.ArgumentTypeError(f'{text!r}: expected "auto", or nothing behind it')
+    return text
+
+
+def _slices(text: str) -> int | str:
+    return text if text == "auto" else positive(text)
 
 
 def _rate(text: str) -> float:

@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from infinity.errors import HostMemoryError
+from infinity.errors import ConfigError, HostMemoryError
 from infinity.planning.activations import Method
 from infinity.planning.capacity import CONTEXT_NBYTES, Capacity, Need, needs
-from infinity.planning.demand import Demand, Setting, demand, least_host_nbytes
+from infinity.planning.demand import Demand, Setting, as_recomputed, demand, least_host_nbytes
 from infinity.planning.forecast import Forecast, forecast
 from infinity.planning.lookups import in_blocks_of_rows
 from infinity.planning.outline import Outline, timed
@@ -55,7 +55,7 @@ def flops(outline: Outline, tokens: int, sequence: int, micro_batches: int = 1) 
 
 def _operations(outline: Outline, setting: Setting) -> float:
     method = setting.method
-    taken = outline if method.checkpointing else outline.not_recomputed()
+    taken = as_recomputed(outline, setting)
     return flops(taken, method.tokens, method.sequence, setting.micro_batches)
 
 
@@ -150,13 +150,13 @@ def answer(question: Question) -> Planned:
             left = machine.gpu_nbytes - need.working_nbytes - CONTEXT_NBYTES
             if left < setting.device_nbytes:
                 need = demand(outline, replace(setting, device_nbytes=max(left, 1)))
-    except HostMemoryError as error:
+    except (HostMemoryError, ConfigError) as error:
         refusal = str(error)
     found = needs(need, machine) if need is not None else ()
     planning_s = time.perf_counter() - began
     if need is not None and question.seconds is not None and question.rates is not None:
         method = setting.method
-        taken = outline if method.checkpointing else outline.not_recomputed()
+        taken = as_recomputed(outline, setting)
         script = taken.script(method.tokens, method.sequence, setting.micro_batches)
         told = forecast(timed(script, question.seconds), need.plan, need.units, need.limits, question.rates)
     least = least_host_nbytes(outline, setting)

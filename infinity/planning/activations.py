@@ -19,8 +19,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 
-LOGIT_NBYTES = 12
-"""For each token and entry of the vocabulary: see [Note: logits]."""
+from infinity.planning.recomputation import (
+    HOST,
+    KEEP,
+    NVME,
+    BlockMemory,
+    InputTiers,
+    StepMemory,
+    plan_activations,
+)
+from infinity.planning.slices import LOGIT_NBYTES, loss_without_logits, mlp_nbytes, slices_within
+
 _LOSS_TILES = 16
 """Parts of the fp32 logits, of which one exists at a time."""
 _LOSS_TILE_TOKENS = 128
@@ -53,6 +62,10 @@ class KeptOfToken:
     """Width of gated MLPs: of what their backward makes beside."""
     returned: float = 0
     """Bytes that the backward makes of what experts return, of all experts of the token."""
+    mlp: float = 0
+    """Of `narrow`, what gated MLPs and experts keep: twice what their inner layers make."""
+    sliced: float = 0
+    """Elements that one slice of an MLP makes again in the backward, for each token of all slices."""
 
     def __add__(self, other: KeptOfToken) -> KeptOfToken:
         """Return what both keep."""
@@ -75,7 +88,23 @@ class KeptOfToken:
 
     def backward_nbytes(self, width: int, tokens: int, sequence: int) -> float:
         """Return the bytes that the backward needs at one time beside what is kept."""
-        return tokens * max(2 * width * self.gated, self.returned, width * self.pairs_beside * sequence)
+        return tokens * max(
+            2 * width * self.gated + width * self.sliced, self.returned, width * self.pairs_beside * sequence
+        )
+
+    def in_slices(self, slices: int) -> KeptOfToken:
+        """Return what is kept where MLPs run in so many slices, and are recomputed."""
+        if slices == 1:
+            return self
+        part = 1 / slices
+        return replace(
+            self,
+            narrow=self.narrow - self.mlp,
+            mlp=0,
+            sliced=part * self.mlp,
+            gated=part * self.gated,
+            returned=part * self.returned,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +130,12 @@ class Method:
     """Where inputs of recomputed blocks wait, as Config(offload_activations=...)."""
     batch_tile: int | None = None
     """Sequences that a block computes at once, as tiling.tile_batch_ has it; None for all."""
-    loss_tiles: bool = False
-    """Whether tiling.tile_loss_ replaces the logits."""
+    loss_tiles: bool | str = False
+    """Whether tiling.tile_loss_ replaces the logits; "auto": as Config(loss_tiles="auto")."""
+    sequence_tiles: int | str | None = None
+    """Slices of each MLP, as Config(sequence_tiles=...)."""
+    activation_nbytes: int | None = None
+    """Config(activation_memory=...), which decides what each block keeps, in the place of `checkpointing`."""
     sequence_parallel: int = 1
     """Ranks that share a sequence: `tokens` are then a part of the rows, and `sequence` is whole."""
 
@@ -123,6 +156,12 @@ class Usage:
     """At one time; see [Note: the peaks]."""
     narrow_logits_nbytes: int
     """Logits in the type that computes; 0 where the loss is computed without them."""
+    leaving_nbytes: int = 0
+    """Of the inputs, what waits in host memory or on NVMe."""
+    on_nvme_nbytes: int = 0
+    """Of that, what the budget of activations sends to NVMe."""
+    decided: str = ""
+    """What that budget decided, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,30 +184,104 @@ class PeakMoment:
         return self.in_use_nbytes + self.kept_nbytes + self.beside_nbytes
 
 
-def usage(model: Activations, method: Method, width: int, *, gpu: bool = False) -> Usage:
-    """Return what a model's activations take; width: bytes of an element that computes."""
-    blocks = [one.on(gpu=gpu) for one in model.blocks]
+def usage(
+    model: Activations, method: Method, width: int, *, gpu: bool = False, tiers: InputTiers | None = None
+) -> Usage:
+    """Return what a model's activations take; width: bytes of an element that computes. tiers: where inputs
+    can wait, by the budget of activations.
+
+    Raises: ConfigError for a budget of activations that is too small, with the smallest that works.
+    """
+    sizes = _sizes(model, method, width, gpu=gpu)
+    one_input, last_norm = sizes.one_input, sizes.tokens * model.hidden * (2 * width + 4)
+    head = one_input + last_norm + sizes.logits
+    narrow = 0 if sizes.loss_tiles else width * model.vocabulary * sizes.tokens
+    if method.activation_nbytes is not None:
+        step = _step(sizes, last_norm)
+        plan = plan_activations(step, method.activation_nbytes, tiers or InputTiers())
+        away = sum(place in (HOST, NVME) for place in plan.places)
+        nvme = sum(place == NVME for place in plan.places)
+        kept = sum(one.held_nbytes(place) for one, place in zip(step.blocks, plan.places, strict=True))
+        again = sum(place != KEEP for place in plan.places)
+        block = plan.peak_nbytes - kept
+        return Usage(
+            *(again * one_input, kept, block, round(head), plan.peak_nbytes, narrow),
+            *(away * one_input, nvme * one_input, plan.reason),
+        )
+    inputs = one_input * len(sizes.blocks) if method.checkpointing else 0
+    if method.checkpointing:
+        staying = min(len(sizes.blocks), _RETURNING) if method.offload else len(sizes.blocks)
+        held = float(one_input * staying)
+        block = max(one + two for one, two in sizes.blocks)
+    else:
+        held = sum(one for one, _ in sizes.blocks)
+        block = max(two for _, two in sizes.blocks)
+    block += 2 * one_input  # the block's output, or its gradient, and that of its input
+    leaving = max(0, inputs - round(held)) if method.offload else 0
+    peak = round(held + max(block, head))
+    return Usage(inputs, round(held), round(block), round(head), peak, narrow, leaving)
+
+
+def kept_by_budget(model: Activations, method: Method, width: int, *, gpu: bool) -> tuple[bool, ...]:
+    """Return which blocks the budget of activations keeps, where inputs have room elsewhere; without such a
+    budget those that are not recomputed.
+    """
+    if method.activation_nbytes is None:
+        return (not method.checkpointing,) * len(model.blocks)
+    sizes = _sizes(model, method, width, gpu=gpu)
+    step = _step(sizes, sizes.tokens * model.hidden * (2 * width + 4))
+    if step.peak_nbytes([NVME] * len(step.blocks)) > method.activation_nbytes:
+        return (False,) * len(model.blocks)
+    tiers = InputTiers(sizes.one_input * len(step.blocks), nvme=True)
+    return tuple(one == KEEP for one in plan_activations(step, method.activation_nbytes, tiers).places)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Bytes of one rank's activations, by what they are for."""
+
+    tokens: int
+    one_input: int
+    """Of a block."""
+    blocks: tuple[tuple[float, float], ...]
+    """What each keeps, and makes beside in its backward."""
+    logits: float
+    loss_tiles: bool
+
+
+def _sizes(model: Activations, method: Method, width: int, *, gpu: bool) -> _Sizes:
     sharers = method.sequence_parallel
     tokens, sequence = method.tokens, min(method.sequence, method.tokens * sharers)
     at_once = min(tokens, (method.batch_tile or tokens) * sequence // sharers)
-    one_input = width * model.hidden * tokens
-    inputs = one_input * len(model.blocks) if method.checkpointing else 0
-    if method.checkpointing:
-        staying = min(len(model.blocks), _RETURNING) if method.offload else len(model.blocks)
-        kept = float(one_input * staying)
-        block = max(
-            (one.nbytes(width, at_once, sequence) + one.backward_nbytes(width, at_once, sequence))
-            for one in blocks
-        )
-    else:
-        kept = sum(one.nbytes(width, tokens, sequence) for one in blocks)
-        block = max(one.backward_nbytes(width, tokens, sequence) for one in blocks)
-    last_norm = tokens * model.hidden * (2 * width + 4)
-    logits = _logits_nbytes(model.vocabulary, tokens, loss_tiles=method.loss_tiles)
-    block += 2 * one_input  # the block's output, or its gradient, and that of its input
-    head = one_input + last_norm + logits
-    narrow = 0 if method.loss_tiles else width * model.vocabulary * tokens
-    return Usage(inputs, round(kept), round(block), round(head), round(kept + max(block, head)), narrow)
+    at_once = at_once if method.checkpointing or method.activation_nbytes is not None else tokens
+    blocks = []
+    for of_block in model.blocks:
+        one = of_block.on(gpu=gpu).in_slices(_slices(of_block, method, at_once, width))
+        blocks.append((one.nbytes(width, at_once, sequence), one.backward_nbytes(width, at_once, sequence)))
+    loss_tiles = method.loss_tiles is True
+    if method.loss_tiles == "auto" and method.activation_nbytes is not None:
+        loss_tiles = loss_without_logits(tokens, model.vocabulary, method.activation_nbytes)
+    logits = _logits_nbytes(model.vocabulary, tokens, loss_tiles=loss_tiles)
+    return _Sizes(tokens, width * model.hidden * tokens, tuple(blocks), logits, loss_tiles)
+
+
+def _slices(one: KeptOfToken, method: Method, tokens: int, width: int) -> int:
+    if isinstance(method.sequence_tiles, int):
+        return min(method.sequence_tiles, tokens)
+    if method.sequence_tiles is None or method.activation_nbytes is None:
+        return 1
+    nbytes = mlp_nbytes(tokens, round(one.mlp / 2), width)
+    return slices_within(nbytes, tokens, method.activation_nbytes)
+
+
+def _step(sizes: _Sizes, last_norm: float) -> StepMemory:
+    """Return what a first step would measure, but the time, which is taken to be the same for all blocks."""
+    one_input = sizes.one_input
+    blocks = tuple(
+        BlockMemory(one_input, one_input, round(kept), round(beside) + 2 * one_input, 0.0)
+        for kept, beside in sizes.blocks
+    )
+    return StepMemory(blocks, 0, round(last_norm) + one_input, round(sizes.logits))
 
 
 def _logits_nbytes(vocabulary: int, tokens: int, *, loss_tiles: bool) -> float:

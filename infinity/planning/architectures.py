@@ -274,7 +274,7 @@ def _mlp(block: _Block, numbers: _Numbers, name: str, width: int, *, bias: bool 
     for one in ("gate_proj", "up_proj"):
         block.linear(f"{name}.{one}", width, numbers.hidden, bias=bias)
     block.linear(f"{name}.down_proj", numbers.hidden, width, bias=bias)
-    block.kept += KeptOfToken(narrow=4 * width, gated=width)
+    block.kept += KeptOfToken(narrow=4 * width, gated=width, mlp=4 * width)
 
 
 def _experts(
@@ -298,7 +298,9 @@ def _experts(
         )
     returned = (14 if wide_scores else 6) * hidden
     block.add("mlp.experts", *shapes, active=routed / experts)
-    block.kept += routed * KeptOfToken(narrow=4 * width + 2 * hidden, wide=10, gated=width, returned=returned)
+    block.kept += routed * KeptOfToken(
+        narrow=4 * width + 2 * hidden, wide=10, gated=width, returned=returned, mlp=4 * width
+    )
     block.kept += KeptOfToken(wide=experts + 11)
 
 

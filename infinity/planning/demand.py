@@ -16,13 +16,14 @@ from functools import partial
 from types import MappingProxyType
 
 from infinity.errors import ConfigError, HostMemoryError
-from infinity.planning.activations import Method, PeakMoment, Usage, peak_moments, usage
+from infinity.planning.activations import Method, PeakMoment, Usage, kept_by_budget, peak_moments, usage
 from infinity.planning.budget import Budget, divide, least_budget, least_that, scratch_nbytes
 from infinity.planning.forecast import EngineLimits, Moves
 from infinity.planning.layout import RecordSchema, lay_out
 from infinity.planning.outline import Act, Outline, Stage, trace_of
 from infinity.planning.placement import Candidate, Placement, PlacementBudget, revise
 from infinity.planning.plan import Plan, make_plan
+from infinity.planning.recomputation import InputTiers
 from infinity.sizes import format_size, round_up
 
 Spills = Mapping[int, tuple[tuple[int, int], ...]]
@@ -90,6 +91,11 @@ class Setting:
         ):
             if asked and not self.nvme:
                 raise ConfigError(f"{name} needs a folder on NVMe: leave one of the two out")
+        if self.method.activation_nbytes is not None and (self.method.offload or self.method.batch_tile):
+            raise ConfigError(
+                "activation_memory decides itself which blocks are recomputed, and which inputs wait where: "
+                "leave offload_activations and tiles of the batch out"
+            )
         if not self.method.checkpointing and (self.method.offload or self.method.batch_tile):
             raise ConfigError(
                 "offload_activations and tiles of the batch need blocks that are recomputed: with activation "
@@ -149,8 +155,8 @@ class Demand:
     def _held_nbytes(self, *, gradients: bool) -> int:
         budget = self.budget
         waiting = sum(one.waiting_nbytes for one in self.units) if self.setting.device_nbytes is None else 0
-        leaving = self.activations.inputs_nbytes - self.activations.kept_nbytes if self.activations else 0
-        offloaded = max(0, leaving) - self.offloaded_nbytes if self.setting.method.offload else 0
+        leaving = self.activations.leaving_nbytes if self.activations else 0
+        offloaded = leaving - self.offloaded_nbytes
         taken = min(budget.ahead_nbytes, waiting) + self.pinned_nbytes + max(0, offloaded)
         if self.setting.nvme:  # else nothing passes through slots, and their pages are never touched
             taken += budget.slots * budget.slot_nbytes
@@ -236,12 +242,20 @@ def _sizes(outline: Outline, setting: Setting) -> _Sizes:
     )
 
 
+def as_recomputed(outline: Outline, setting: Setting) -> Outline:
+    """Return the outline with those blocks recomputed that the setting's method recomputes."""
+    if outline.activations is None or setting.method.activation_nbytes is None:
+        return outline if setting.method.checkpointing else outline.not_recomputed()
+    width, on_gpu = RecordSchema(setting.state_dtype, setting.dtype).width, setting.device_nbytes is not None
+    return outline.keeping(kept_by_budget(outline.activations, setting.method, width, gpu=on_gpu))
+
+
 def demand(outline: Outline, setting: Setting) -> Demand:
     """Decide what a run would decide: see [Note: the order of decisions].
 
     Raises: HostMemoryError, with the smallest host_memory that works, where this one does not.
     """
-    outline = outline if setting.method.checkpointing else outline.not_recomputed()
+    outline = as_recomputed(outline, setting)
     sizes = _sizes(outline, setting)
     least = least_host_nbytes(outline, setting)
     if setting.host_nbytes < least and setting.nvme:
@@ -274,12 +288,13 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     fetched = _fetched_sizes(sizes, setting, placement)
     plan = make_plan(trace, fetched, window, hides=sizes.resident)
     kept_gradients = _kept_gradients(of_host, setting, spills)
-    used = (
-        usage(outline.activations, setting.method, sizes.schema.width, gpu=on_gpu)
-        if outline.activations is not None
-        else None
-    )
-    offloaded = _offloaded(used, setting, budget.kept_nbytes - kept_nbytes - kept_gradients)
+    room = budget.kept_nbytes - kept_nbytes - kept_gradients
+    used = None
+    if outline.activations is not None:
+        tiers = InputTiers(max(room, 0), setting.nvme)
+        width = sizes.schema.width
+        used = usage(outline.activations, setting.method, width, gpu=on_gpu, tiers=tiers)
+    offloaded = _offloaded(used, setting, room)
     in_place = [_in_place(unit, setting, placement) for unit in range(len(sizes.numels))]
     in_use = [_in_use(stage, sizes, in_place) for stage in outline.stages]
     recomputed = [stage.recomputed for stage in outline.stages]
@@ -543,9 +558,9 @@ def _offloaded(used: Usage | None, setting: Setting, room_nbytes: int) -> int:
 
     Raises: HostMemoryError where there is no NVMe.
     """
-    if used is None or setting.method.offload is None:
-        return 0
-    leaving = max(0, used.inputs_nbytes - used.kept_nbytes)
+    if used is None or setting.method.activation_nbytes is not None:
+        return used.on_nvme_nbytes if used is not None else 0
+    leaving = used.leaving_nbytes
     nbytes = leaving if setting.method.offload == "nvme" else max(0, leaving - room_nbytes)
     if nbytes and not setting.nvme:
         raise HostMemoryError(

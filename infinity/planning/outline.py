@@ -110,6 +110,14 @@ class Outline:
         """Return the same model without activation checkpointing."""
         return replace(self, stages=tuple(replace(stage, recomputed=False) for stage in self.stages))
 
+    def keeping(self, kept: Sequence[bool]) -> Outline:
+        """Return the same model with some of its blocks not recomputed; kept: of each that is, in order."""
+        left = iter(kept)
+        stages = (
+            replace(one, recomputed=not next(left, False)) if one.recomputed else one for one in self.stages
+        )
+        return replace(self, stages=tuple(stages))
+
     def script(self, tokens: int = 1, sequence: int = 1, micro_batches: int = 1) -> tuple[Act, ...]:
         """Return the acts of a step, with operations as amounts: see [Note: a step as a script].
 

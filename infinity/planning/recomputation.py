@@ -190,7 +190,8 @@ def _reason(places: Sequence[str], peak: int, budget_nbytes: int, again_s: float
     kept = _counted(places, KEEP)
     parts = [f"{kept} of {len(places)} blocks kept"]
     if kept < len(places):
-        parts.append(f"{len(places) - kept} recomputed in {again_s:.3g} s")
+        took = f" in {again_s:.3g} s" if again_s else ""
+        parts.append(f"{len(places) - kept} recomputed{took}")
     for place, where in ((HOST, "in host memory"), (NVME, "on NVMe")):
         if number := _counted(places, place):
             parts.append(f"{number} of their inputs wait {where}")

@@ -14,8 +14,8 @@ makes the same choices, and so has the same bits, each time.
 
 from __future__ import annotations
 
-from infinity.planning.activations import LOGIT_NBYTES
-
+LOGIT_NBYTES = 12
+"""Of a loss, for each token and entry of the vocabulary: see [Note: logits] in activations.py."""
 SHARE = 8
 """Of the budget, that an MLP or the logits may take whole: one part in so many."""
 FEWEST_TOKENS = 128

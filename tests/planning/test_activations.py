@@ -4,9 +4,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import infinity
+from infinity.activations.cut_by_budget import position_wise
 from infinity.bench.planning.live_tensors import LiveTensors
-from infinity.planning.activations import Method, usage
+from infinity.engine.engine import engine_of_model
+from infinity.errors import ConfigError
+from infinity.planning.activations import Method, kept_by_budget, usage
 from infinity.planning.architectures import outline_of_config
+from infinity.planning.recomputation import KEEP, InputTiers
+from infinity.tiling import tile_loss_, tile_sequence
 
 LLAMA = {
     "model_type": "llama",
@@ -45,11 +51,14 @@ FAMILIES = {
 }
 
 
+def config_of(content):
+    sizes = {key: value for key, value in content.items() if key != "model_type"}
+    return AutoConfig.for_model(content["model_type"], **sizes, use_cache=False)
+
+
 def built(content, dtype=torch.bfloat16):
     torch.manual_seed(0)
-    sizes = {key: value for key, value in content.items() if key != "model_type"}
-    config = AutoConfig.for_model(content["model_type"], **sizes, use_cache=False)
-    model = AutoModelForCausalLM.from_config(config).to(dtype).train()
+    model = AutoModelForCausalLM.from_config(config_of(content)).to(dtype).train()
     for one in model.parameters():
         one.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
     return model
@@ -116,3 +125,58 @@ def test_ranks_that_share_a_sequence_keep_their_part_of_what_one_rank_keeps(chec
     part = usage(model, Method(1024, 2048, checkpointing=checkpointing, sequence_parallel=4), 2)
     assert part.peak_nbytes == pytest.approx(whole.peak_nbytes / 4, rel=1e-6)
     assert part.inputs_nbytes == whole.inputs_nbytes // 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "checkpointing"), [("llama", False), ("llama", True), ("mixtral", True)])
+def test_a_step_with_mlps_in_slices_takes_what_was_planned(name, checkpointing):
+    content = {**LLAMA, **FAMILIES[name], "intermediate_size": 1024}
+    model = built(content)
+    if checkpointing:
+        checkpointed(model)
+    for one in list(position_wise(model)):
+        tile_sequence(one.module, 4, one.dim)
+    tile_loss_(model)
+    got = counted(model, 2, 192)
+    told = planned(content, 2, 192, checkpointing=checkpointing, sequence_tiles=4, loss_tiles=True)
+    whole = planned(content, 2, 192, checkpointing=checkpointing, loss_tiles=True)
+    assert told.peak_nbytes == pytest.approx(got, rel=0.2)
+    assert told.peak_nbytes < 0.8 * whole.peak_nbytes
+
+
+def test_a_budget_is_planned_for_as_the_engine_decides_within_it():
+    content, room = {**LLAMA, "intermediate_size": 704}, InputTiers(64 << 20)
+    for budget, tiles in ((8 << 20, None), (7 << 20, "auto"), (16 << 20, None)):
+        with infinity.Init(
+            host_memory="96MiB", activation_memory=budget, sequence_tiles=tiles, loss_tiles=tiles or False
+        ):
+            model = AutoModelForCausalLM.from_config(config_of(content)).train()
+        ids = torch.randint(0, 256, (1, 512))
+        model(input_ids=ids, labels=ids).loss.backward()
+        measured = engine_of_model(model).activations.decisions[-1].plan
+        method = Method(512, 512, activation_nbytes=budget, sequence_tiles=tiles, loss_tiles=tiles or False)
+        told = usage(outline_of_config("x", content).activations, method, 2, tiers=room)
+        kept = int(told.decided.split(" ")[0])
+        assert abs(kept - measured.places.count(KEEP)) <= 1
+        assert told.peak_nbytes <= budget
+
+
+def test_a_budget_that_is_too_small_is_refused_with_the_smallest_that_works():
+    model = outline_of_config("x", LLAMA).activations
+    with pytest.raises(ConfigError, match="The smallest that works is") as error:
+        usage(model, Method(4096, 4096, activation_nbytes=1 << 10), 2)
+    least = int(str(error.value).split("activation_memory=")[2].split(" ")[0])
+    used = usage(model, Method(4096, 4096, activation_nbytes=least), 2)
+    assert used.peak_nbytes == least
+    assert kept_by_budget(model, Method(4096, 4096, activation_nbytes=least), 2, gpu=False) == (False,) * 4
+    assert kept_by_budget(model, Method(4096, 4096, activation_nbytes=1 << 40), 2, gpu=False) == (True,) * 4
+
+
+def test_inputs_that_a_budget_sends_away_wait_in_host_memory_as_far_as_that_has_room_and_on_nvme():
+    model = outline_of_config("x", {**LLAMA, "num_hidden_layers": 40}).activations
+    method = Method(4096, 4096, activation_nbytes=24 << 20, loss_tiles=True, sequence_tiles="auto")
+    one = 2 * 128 * 4096
+    used = usage(model, method, 2, tiers=InputTiers(5 * one, nvme=True))
+    assert used.leaving_nbytes - used.on_nvme_nbytes == 5 * one
+    assert used.on_nvme_nbytes > 0
+    assert used.peak_nbytes <= 24 << 20

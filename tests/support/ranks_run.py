@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cut_ranks
