@@ -55,6 +55,12 @@ def _tiles() -> Command:
     return tiles
 
 
+def _long() -> Command:
+    from infinity.bench.activations import long
+
+    return long
+
+
 def _copy() -> Command:
     from infinity.bench.device import copy
 
@@ -89,6 +95,7 @@ BENCHES = {
     "generate": (_generation, "generation from disk, beside accelerate, DeepSpeed and plain PyTorch"),
     "ranks": (_ranks, "steps of several ranks on this machine, beside DDP, FSDP2 and DeepSpeed ZeRO-3"),
     "lora": (_lora, "the bytes and the memory of a LoRA step on an offloaded base, beside their limits"),
+    "long": (_long, "the longest sequence within a budget of memory, beside plain PyTorch's"),
     "tiles": (_tiles, "peak memory and time of operators in tiles, beside the whole ones and DeepSpeed's"),
     "experts": (
         _experts,

@@ -1,0 +1,1 @@
+"""How long sequences may be within a budget."""
