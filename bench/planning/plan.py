@@ -327,6 +327,10 @@ def _host_nbytes(chosen: argparse.Namespace) -> int:
 def _plan_one(
     chosen: argparse.Namespace, outline: Outline, disk: Disk | None, seconds: float | None
 ) -> Planned:
+    if "auto" in (chosen.sequence_tiles, chosen.loss_tiles) and chosen.activation_memory is None:
+        raise ConfigError(
+            "--sequence-tiles auto and --loss-tiles auto go by --activation-memory SIZE: give it"
+        )
     method = Method(
         *_tokens_of_rank(chosen),
         checkpointing=chosen.checkpointing,

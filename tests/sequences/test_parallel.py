@@ -14,6 +14,7 @@ import transformers
 
 import infinity
 import sequence_models
+from allocations import Allocations
 from covers import matrix
 from infinity import tiling
 from infinity.engine import sequences
@@ -130,6 +131,25 @@ def test_a_rank_keeps_its_part_of_the_activations_and_exchanges_bytes_by_formula
     for nbytes, exchanged in on_ranks(size, work):
         assert nbytes == pytest.approx(alone / size, rel=0.05)
         assert exchanged == formula
+
+
+@pytest.mark.slow
+def test_a_sequence_four_times_as_long_takes_on_four_ranks_the_peak_of_one():
+    sizes = {"vocab_size": 256, "intermediate_size": 128}
+
+    def peak(model, batch):
+        with Allocations() as memory:
+            model(**batch).loss.backward()
+        return memory.peak_nbytes
+
+    alone = peak(built("llama", **sizes), sequence_models.batch_of(0, rows=1, length=512))
+
+    def work(group):
+        model = built("llama", **sizes)
+        part = divided(group, model).split(sequence_models.batch_of(0, rows=1, length=2048))
+        return peak(model, part)
+
+    assert on_ranks(4, work) == [pytest.approx(alone, rel=0.1)] * 4
 
 
 def test_a_loss_of_ones_own_is_the_mean_over_the_sequence():

@@ -1,0 +1,136 @@
+"""Bytes per parameter of a step of eight micro-batches that share one fetch, in each loop. Counted by the
+engine; nothing is faked.
+"""
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch.utils.data import DataLoader
+
+import infinity
+import infinity.deepspeed
+import models
+from infinity.huggingface import TrainerCallback, accumulate_by_block
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.disk,
+    pytest.mark.filterwarnings(
+        "ignore:.*pin_memory.*:UserWarning", "ignore:.*lr_scheduler.step.*:UserWarning"
+    ),
+]
+STEPS = 3
+SHAPE = {**models.SIZES, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+LIMITS = {"backward": 26.5, "forward": 30.5}
+"""Bytes per parameter: 26, and what tiles are padded with; where gradients wait for their norm, as with the
+Trainer, two more for weights that are read for the update, and two for gradients that found no room.
+"""
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Accelerate keeps its settings in the process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Moved:
+    """Counts the NVMe bytes of each step."""
+
+    def __init__(self, model):
+        self.model, self.before, self.steps = model, infinity.stats(model), []
+
+    def step(self):
+        now = infinity.stats(self.model)
+        step = now.since(self.before)
+        nbytes = sum(step.read_nbytes.values()) + sum(step.written_nbytes.values())
+        self.steps.append(nbytes / self.model.num_parameters())
+        self.before = now
+
+
+def build(folder):
+    torch.manual_seed(0)
+    with infinity.Init(nvme=str(folder), host_memory="384KiB"):
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).train()
+
+
+def rows(micro_batches):
+    return models.batch(0, rows=micro_batches * STEPS, length=8)
+
+
+def optimizer_of(model, update="backward"):
+    return infinity.AdamW(model.parameters(), lr=1e-2, update=update)
+
+
+def by_trainer(model, micro_batches, folder):
+    moved = Moved(model)
+
+    class Counting(transformers.TrainerCallback):
+        def on_step_end(self, *_, **__):
+            moved.step()
+
+    args = transformers.TrainingArguments(
+        output_dir=str(folder / "out"),
+        max_steps=STEPS,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=micro_batches,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    transformers.Trainer(
+        model=model,
+        args=args,
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows(micro_batches)],
+        optimizers=(optimizer_of(model, "forward"), None),
+        callbacks=[TrainerCallback(by_block=True), Counting()],
+    ).train()
+    return moved.steps
+
+
+def by_accelerate(model, micro_batches, _folder):
+    moved = Moved(model)
+    accelerator = Accelerator(gradient_accumulation_steps=micro_batches, cpu=True)
+    prepared, optimizer, loader = accelerator.prepare(
+        model, optimizer_of(model), DataLoader(rows(micro_batches), batch_size=1)
+    )
+    accumulate_by_block(prepared, optimizer)
+    for ids in loader:
+        with accelerator.accumulate(prepared):
+            accelerator.backward(prepared(input_ids=ids, labels=ids).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                moved.step()
+    return moved.steps
+
+
+def by_json(model, micro_batches, _folder):
+    moved = Moved(model)
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro_batches}
+    engine, *_ = infinity.deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)
+    accumulate_by_block(engine.module, engine.optimizer, engine.is_gradient_accumulation_boundary)
+    for ids in rows(micro_batches).split(1):
+        last = engine.is_gradient_accumulation_boundary()
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        if last:
+            moved.step()
+    return moved.steps
+
+
+@pytest.mark.parametrize("loop", [by_trainer, by_accelerate, by_json])
+def test_a_step_of_eight_micro_batches_moves_the_bytes_of_one(folder, loop):
+    found = {}
+    for micro_batches in (1, 8):
+        place = folder / str(micro_batches)
+        place.mkdir()
+        found[micro_batches] = loop(build(place), micro_batches, place)[-1]
+    assert found[8] <= LIMITS["forward" if loop is by_trainer else "backward"]
+    assert abs(found[8] - found[1]) <= 0.5, "a piece of a unit may be there or not, whatever the number"
