@@ -24,10 +24,9 @@ CHECKPOINTING = {"use_reentrant": False}
 def build(case: dict[str, Any]) -> Any:
     """Return the model, with random weights."""
     torch.manual_seed(0)
-    shape = {**case["shape"], "max_position_embeddings": case["tokens"]}
-    special = {"bos_token_id": None, "eos_token_id": None, "use_cache": False}
-    config = transformers.LlamaConfig(**shape, **special, attn_implementation="sdpa")
-    return transformers.LlamaForCausalLM(config)
+    shape: dict[str, Any] = {**case["shape"], "max_position_embeddings": case["tokens"]}
+    shape |= {"bos_token_id": None, "eos_token_id": None, "use_cache": False, "attn_implementation": "sdpa"}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
 
 
 def plain(case: dict[str, Any]) -> tuple[Any, Any, Callable[[torch.Tensor], torch.Tensor]]:

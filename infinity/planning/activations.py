@@ -203,9 +203,9 @@ def usage(
         nvme = sum(place == NVME for place in plan.places)
         kept = sum(one.held_nbytes(place) for one, place in zip(step.blocks, plan.places, strict=True))
         again = sum(place != KEEP for place in plan.places)
-        block = plan.peak_nbytes - kept
+        beside = plan.peak_nbytes - kept
         return Usage(
-            *(again * one_input, kept, block, round(head), plan.peak_nbytes, narrow),
+            *(again * one_input, kept, beside, round(head), plan.peak_nbytes, narrow),
             *(away * one_input, nvme * one_input, plan.reason),
         )
     inputs = one_input * len(sizes.blocks) if method.checkpointing else 0
@@ -237,7 +237,7 @@ def kept_by_budget(model: Activations, method: Method, width: int, *, gpu: bool)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
+class _RankActivations:
     """Bytes of one rank's activations, by what they are for."""
 
     tokens: int
@@ -249,7 +249,7 @@ class _Sizes:
     loss_tiles: bool
 
 
-def _sizes(model: Activations, method: Method, width: int, *, gpu: bool) -> _Sizes:
+def _sizes(model: Activations, method: Method, width: int, *, gpu: bool) -> _RankActivations:
     sharers = method.sequence_parallel
     tokens, sequence = method.tokens, min(method.sequence, method.tokens * sharers)
     at_once = min(tokens, (method.batch_tile or tokens) * sequence // sharers)
@@ -262,7 +262,7 @@ def _sizes(model: Activations, method: Method, width: int, *, gpu: bool) -> _Siz
     if method.loss_tiles == "auto" and method.activation_nbytes is not None:
         loss_tiles = loss_without_logits(tokens, model.vocabulary, method.activation_nbytes)
     logits = _logits_nbytes(model.vocabulary, tokens, loss_tiles=loss_tiles)
-    return _Sizes(tokens, width * model.hidden * tokens, tuple(blocks), logits, loss_tiles)
+    return _RankActivations(tokens, width * model.hidden * tokens, tuple(blocks), logits, loss_tiles)
 
 
 def _slices(one: KeptOfToken, method: Method, tokens: int, width: int) -> int:
@@ -274,7 +274,7 @@ def _slices(one: KeptOfToken, method: Method, tokens: int, width: int) -> int:
     return slices_within(nbytes, tokens, method.activation_nbytes)
 
 
-def _step(sizes: _Sizes, last_norm: float) -> StepMemory:
+def _step(sizes: _RankActivations, last_norm: float) -> StepMemory:
     """Return what a first step would measure, but the time, which is taken to be the same for all blocks."""
     one_input = sizes.one_input
     blocks = tuple(
