@@ -169,6 +169,11 @@ class TiledExperts(Routed):
         """
         self.__dict__["_is_view"] = is_view
 
+    def join(self, error: type[Exception]) -> None:
+        """Let code that uses a stack as a whole have one that is put together for it, or `error`."""
+        for whole in self.wholes().values():
+            whole.join(error, "experts")
+
     def __getattr__(self, name: str) -> Any:
         """Return what stands for a stack, or what any module has."""
         if name in self.__dict__.get("_wholes", ()):
@@ -184,11 +189,13 @@ class TiledExperts(Routed):
             raise ValueError(f"{name} is of shape {tuple(whole.shape)}, not {tuple(other.shape)}")
         viewed = self._is_view is not None and self._is_view(other)
         for tile, place in zip(self.tiles, whole.places(), strict=True):
-            values = other.detach()[place]
+            values = other.detach()[place].data  # with a version of its own
             if not viewed:
                 values = values.clone(memory_format=torch.contiguous_format)  # else each would keep the whole
             setattr(tile, name, nn.Parameter(values, other.requires_grad))
         fresh = self.__dict__["_wholes"][name] = Whole.of(list(self.tiles), self.grid, name)
+        if whole.joins:
+            fresh.join(whole.error, whole.kind)
         fresh.__dict__.update(other.__dict__)  # transformers notes there what needs no initial values
 
     def _route(self, ids: torch.Tensor) -> list[int]:

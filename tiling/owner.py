@@ -100,7 +100,7 @@ class Tiled(nn.Module):
         if whole.dtype != getattr(whole.tiles[0], whole.field).dtype:  # module.to() changed the tiles only
             before, whole = whole, Whole.of(whole.tiles, whole.grid, name)
             if before.joins:
-                whole.join(before.error)
+                whole.join(before.error, before.kind)
             wholes[name] = whole
         return whole
 
@@ -115,9 +115,9 @@ class Tiled(nn.Module):
         mine = self._whole(name)
         if mine.joins:
             raise not_in_blocks(
-                f"a {type(other).__name__} would become the {name} of an embedding",
+                f"a {type(other).__name__} would become the {name} of {mine.kind}",
                 mine,
-                f"Load values with load_state_dict, or as embedding.{name}.data = values in "
+                f"Load values with load_state_dict, or as module.{name}.data = values in "
                 "infinity.gathered(model, write=True); tie weights inside infinity.Init; or keep",
             )
         if not isinstance(other, Whole) or name != "weight":

@@ -436,6 +436,7 @@ class Construction:
         for module in modules:
             if isinstance(module, TiledExperts):
                 module.view_where(None)
+                module.join(UnsupportedError)
         named = list(named_modules(roots))
         check_values(named)
         self._origins.look()
@@ -495,7 +496,8 @@ class Construction:
 
     def _block(self, weight: nn.Parameter, values: torch.Tensor, of: BuiltParameter) -> EmbeddingTile:
         """Return a module of some rows of a weight, a real one, which is taken charge of."""
-        tile = EmbeddingTile(nn.Parameter(values, weight.requires_grad))
+        own = values.data  # past the version of the whole, which all blocks would share
+        tile = EmbeddingTile(nn.Parameter(own, weight.requires_grad))
         self._take(tile, "weight", tile.weight, of.asked)
         return tile
 

@@ -58,6 +58,7 @@ from infinity.tiling import Routed, Tiled
 from infinity.timeline import Timeline
 from infinity.units import advice
 from infinity.units.aside import Aside
+from infinity.units.changes import tell_versions_apart
 from infinity.units.device_tier import DeviceTier, Records
 from infinity.units.device_updates import DeviceUpdates
 from infinity.units.meeting import MeetingOfRanks
@@ -298,6 +299,7 @@ class Engine:
             for parameter in parameters:
                 set_owner(parameter, self)
                 self.arrivals.catch(parameter)
+        tell_versions_apart([unit.changes for unit in self.units])
         if self.partition is not None:
             self.partition.check_model()
         largest = max((unit.resident_nbytes for unit in self.units), default=0)

@@ -158,6 +158,10 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         torch.autograd.graph.increment_version(
             [*(one for _, one, _ in found), *(one for one, _, _ in beside)]
         )
+        for unit, index in ((one.unit, one.index) for _, _, one in found):
+            unit.changes.stepped(index)
+        for _, unit, index in beside:
+            unit.changes.stepped(index)
         taken = [one for one in found if one[2].form is not Form.APPLIED]
         self._warn_of_overflow([gradient for _, _, gradient in taken])
         factor = self._clip_factor([gradient for _, _, gradient in taken])

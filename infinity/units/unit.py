@@ -311,6 +311,7 @@ class Unit:
             self._abandoned = [storage for storage in self._abandoned if not storage.expired()]
         if saved and self.shares() == self._own_shares and not self._abandoned:
             torch.autograd.graph.increment_version([self.parameters[index] for index in saved])
+        self.changes.left()
 
     def saved(self) -> list[int]:
         """Return the parameters that graphs hold themselves, and read again, not views of their values."""

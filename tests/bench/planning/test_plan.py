@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from infinity.planning.outline import trace_of
 from infinity.planning.simulator import Disk, Rates
 
 RATES = ["--nvme-read", "2", "--nvme-write", "1", "--nvme-mixed", "1.5", "--compute", "1"]
+EXPERTS = ["check", "--model", str(Path(__file__).parents[2] / "planning/configs/mixtral-8x7b.json")]
 KERNELS = Rates(Disk(1.0, 1.0, 1.0), update=1e9, checked=1e10, copied=1e10)
 
 
@@ -171,6 +173,28 @@ def test_ranks_of_one_machine_share_its_disk_and_wear_it_together(tmp_path):
     assert together["machine_written_nbytes"] == 2 * apart["machine_written_nbytes"]
 
 
+def test_ranks_that_divide_experts_have_their_part_each_and_send_tokens(tmp_path):
+    shared = [*EXPERTS[1:], "--ranks", 8, "--local-ranks", 2, "--host-memory", "8GiB", "--link", 1, *RATES]
+
+    def planned(name, *arguments):
+        (tmp_path / name).mkdir()
+        return facts(tmp_path / name, "check", *shared, *arguments)
+
+    (alone, *_), (divided, *more) = (planned(str(size), "--expert-parallel", size) for size in (1, 4))
+    alone, divided, shown = alone["facts"], divided["facts"], {one["what"]: one["shown"] for one in more}
+    assert divided["parameters"] == alone["parameters"]
+    assert divided["nvme_nbytes"] == pytest.approx(alone["nvme_nbytes"], rel=1e-3)
+    assert divided["least_host_memory"] == alone["least_host_memory"]
+    assert divided["in_use_nbytes"] < 0.4 * alone["in_use_nbytes"], "2 of 8 experts, all used"
+    assert alone["sent_tokens"] is None
+    nbytes = 3 * 32 * 2 * 2048 * 2 * 4096 * 2  # passes, layers, experts of a token, tokens, there and back
+    assert divided["sent_tokens"] == {"nbytes": nbytes, "to_others_nbytes": nbytes * 3 // 4}
+    assert "which 2 ranks partition" in shown["experts"]
+    assert "tokens to experts and back in a step, each rank" in shown
+    slower = planned("slower", "--expert-parallel", 4, "--link", "0.5")[0]["facts"]
+    assert slower["seconds"] > divided["seconds"] + nbytes * 3 // 4 / 1e9
+
+
 def test_time_is_calibrated_where_it_is_not_given(tmp_path):
     (row, *_) = facts(tmp_path, "check", "--model", "1m", "--host-memory", "1MiB", *RATES[:-2])
     assert row["facts"]["compute_s"] == pytest.approx(2.0)
@@ -205,6 +229,10 @@ def test_a_folder_whose_disk_was_not_measured_asks_for_its_rates(tmp_path, monke
         (["check", "--model", "1m", "--update", "backward", "--micro-batches", "2"], "2 micro-batches"),
         (["check", "--model", "1m", "--nvme-read", "2"], "give all three"),
         (["sweep", "ranks=1,2", "ranks=4"], "each key once"),
+        (["check", "--model", "1m", "--ranks", "2", "--expert-parallel", "2"], "1m has no experts in stacks"),
+        ([*EXPERTS, "--ranks", "6", "--expert-parallel", "4"], "Of 6 ranks, 1, 2, 3, 6 may divide"),
+        ([*EXPERTS, "--ranks", "16", "--expert-parallel", "16"], "Of 8 experts, 1, 2, 4, 8 ranks may"),
+        ([*EXPERTS, "--ranks", "2", "--expert-parallel", "2", "--gpu", "h200"], "compute on CPUs"),
         (["compare", "/dev/null"], "not what `infinity bench step --json` writes"),
     ],
 )
