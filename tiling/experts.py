@@ -253,7 +253,7 @@ class TiledExperts(Routed):
             found: torch.Tensor = eager(_StandIn(self, {**ones, "num_experts": 1}), rows, nowhere, weighted)
             return found
 
-        for expert, result in self._computed(ids, tokens_of, compute):
+        for expert, result in self._computed(hidden, ids, tokens_of, compute):
             final.index_add_(0, places[expert][1], result)
         return final
 
@@ -292,7 +292,7 @@ class TiledExperts(Routed):
             found = function(_StandIn(self, others), some[given], nowhere, ones)
             return found[turned]
 
-        computed = [result for _, result in self._computed(ids, tokens_of, compute)]
+        computed = [result for _, result in self._computed(hidden, ids, tokens_of, compute)]
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
         flat_weights = weights.reshape(-1)
@@ -309,6 +309,7 @@ class TiledExperts(Routed):
 
     def _computed(
         self,
+        hidden: torch.Tensor,
         ids: torch.Tensor,
         tokens_of: Callable[[int], tuple[torch.Tensor, ...]],
         compute: Callable[..., torch.Tensor],
@@ -316,7 +317,7 @@ class TiledExperts(Routed):
         """Yield the experts that are routed to, in their order, each with what its tile computes."""
         hit = self._route(ids)
         if self.division is None:
-            yield from self._called(self.agreed(hit, self.num_experts), tokens_of, compute)
+            yield from self._called(self.agreed(hit, self.num_experts), tokens_of, compute, hidden)
             return
         rows = [tokens_of(expert) for expert in hit] or [tokens_of(0)]
         counts = [0] * self.num_experts
@@ -335,17 +336,23 @@ class TiledExperts(Routed):
         hit: list[int],
         tokens_of: Callable[[int], tuple[torch.Tensor, ...]],
         compute: Callable[..., torch.Tensor],
+        hidden: torch.Tensor | None = None,
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the experts `hit`, which are in tiles that this process has, with what these compute."""
-        begins = [span.start for span in spans(self.grid.rows)]
-        tile_of = [number for number, rows in enumerate(self.grid.rows) for _ in range(rows)]
+        """Yield the experts `hit`, which are in tiles that this process has, with what these compute. hidden:
+        of all tokens; None where they are of several ranks.
+        """
+        begins, tile_of = [span.start for span in spans(self.grid.rows)], self.tile_numbers()
         by_tile: dict[int, list[int]] = {}
         for expert in hit:
             by_tile.setdefault(tile_of[expert], []).append(expert)
-        self.announce(by_tile)
+        self.announce(by_tile, hidden)
         for number, experts in by_tile.items():
             given = {expert - begins[number]: tokens_of(expert) for expert in experts}
             yield from zip(experts, self.tiles[number](given, compute), strict=True)
+
+    def tile_numbers(self) -> list[int]:
+        """Return the number of each expert's tile."""
+        return [number for number, rows in enumerate(self.grid.rows) for _ in range(rows)]
 
     def extra_repr(self) -> str:
         """Describe experts and tiles."""

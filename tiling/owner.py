@@ -62,8 +62,10 @@ class RoutingFollower(Protocol):
         process calls it at the same time.
         """
 
-    def announced(self, tiles: list[nn.Module]) -> None:
-        """Hear which tiles are about to be used, in their order."""
+    def announced(self, tiles: list[nn.Module], hidden: torch.Tensor | None) -> None:
+        """Hear which tiles are about to be used, in their order. hidden: of experts, what they compute with
+        [tokens, features].
+        """
 
 
 class Tiled(nn.Module):
@@ -165,10 +167,10 @@ class Routed(Tiled):
         """How the module's experts are divided among ranks; None where they are not."""
         return None if self._follower is None else self._follower.division
 
-    def announce(self, numbers: Iterable[int]) -> None:
-        """Say which tiles are about to be used, in their order."""
+    def announce(self, numbers: Iterable[int], hidden: torch.Tensor | None = None) -> None:
+        """Say which tiles are about to be used, in their order, and with what."""
         if self._follower is not None:
-            self._follower.announced([self.tiles[number] for number in numbers])
+            self._follower.announced([self.tiles[number] for number in numbers], hidden)
 
 
 _saved: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -29,6 +29,7 @@ from infinity.engine.asked import Asked
 from infinity.engine.built_parameter import BuiltParameter
 from infinity.engine.embeddings import held_elsewhere, in_blocks, in_groups
 from infinity.engine.engine import Engine, engine_of
+from infinity.engine.foresight import NONE
 from infinity.engine.frozen import FrozenFile, frozen_layers
 from infinity.engine.layouts import Find
 from infinity.engine.module_records import (
@@ -560,10 +561,13 @@ class Construction:
                     for parts in (whole, module.modules())
                 )
                 self._engine.hook(module, used, below)
+        foresight = self._engine.foresight(
+            named, lambda module: [opened[one] for one in units_of.get(id(module), ())]
+        )
         for name, module in named:
             if isinstance(module, Routed):
                 tiles = {id(tile): [opened[one] for one in units_of[id(tile)]] for tile in module.tiles}
-                self._engine.route(module, name, tiles)
+                self._engine.route(module, name, tiles, foresight.get(id(module), NONE))
 
 
 def _shares(tensor: torch.Tensor) -> int:
