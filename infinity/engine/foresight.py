@@ -33,6 +33,8 @@ from infinity.units.unit import Unit
 LEAST_RIGHT = 0.5
 TRIED_EVERY = 16
 """See [Note: guesses]."""
+_OF_TRANSFORMERS = "topkrouter"
+"""How classes of routers end whose forward returns logits, weights, and experts [tokens, k]."""
 _KEPT = 0.9
 """Of what was counted before, each time a layer is guessed."""
 
@@ -49,8 +51,8 @@ class NextLayer:
         of_router: Sequence[Unit],
         of_experts: Sequence[Sequence[Unit]],
     ) -> None:
-        """router: returns, of hidden states, anything, anything, and the experts of each token, as those of
-        transformers do. of_router: its units. of_experts: those of each expert, by number.
+        """router: as those of transformers, whose third result is the experts of each token. of_router: its
+        units. of_experts: those of each expert, by number.
         """
         self._residency, self._router, self._of_router = residency, router, list(of_router)
         self._of_experts = [list(units) for units in of_experts]
@@ -71,7 +73,7 @@ class NextLayer:
             self._residency.hold(unit, Phase.FORWARD)
         try:
             with torch.no_grad():  # past the router's hooks: to others it has not run
-                chosen = type(self._router).forward(self._router, hidden)[2]
+                _, _, chosen = type(self._router).forward(self._router, hidden)
             numbers: list[int] = chosen.unique().tolist()
         finally:
             for unit in self._of_router:
@@ -104,9 +106,9 @@ def routers_of(named: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[TiledEx
 
 
 def _is_router(module: nn.Module, experts: int) -> bool:
-    weight = module._parameters.get("weight")
-    named = type(module).__name__.lower().endswith("router")
-    return named and weight is not None and weight.dim() == 2 and len(weight) == experts
+    weight, kind = module._parameters.get("weight"), type(module)
+    known = kind.__module__.startswith("transformers.") and kind.__name__.lower().endswith(_OF_TRANSFORMERS)
+    return known and weight is not None and weight.dim() == 2 and len(weight) == experts
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,7 +180,7 @@ class _Followed:
     def with_another(self, index: int, count: float) -> float:
         decay = self._all.decay
         weight = float(self._all.weight[index]) * decay + 1
-        return (float(self._all.sum[index]) * decay + count) / weight
+        return float((self._all.sum[index] * decay + count) / weight)
 
     def changed(self) -> NDArray[np.bool_] | None:
         """Return of which units the share of steps that use them is another; None where the pattern is what

@@ -326,7 +326,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
 
     def fetches_any(self, units: Iterable[_UnitT]) -> bool:
         """Whether a use of any of these routed units would have to fetch it."""
-        return any(one.residence.fetch is None and not self._is_there(one) for one in units)
+        return any(one.residence.fetch is None and not one.in_place for one in units)
 
     def foresee(
         self, units: Iterable[_UnitT], room_nbytes: int, before: Iterable[Callable[[_UnitT], None]]

@@ -204,7 +204,7 @@ class Pins:
             fixed = {key: tier for key, tier in self._placement.items() if key[0] in records}
             old = {key: tier for key, tier in self._placement.items() if key[0] not in records}
             candidates = [one for one in self._candidates(expected) if one.unit not in records]
-            placed = [replace(one, whole=False) for one in candidates]
+            placed = [replace(one, whole=False) if one.whole else one for one in candidates]
             self._revise(revise(old, placed, budget, horizon_steps=2 * self._rounds), fixed)
         self._make_reserve(self._admission_in_rounds)
         self._set_targets()
