@@ -173,28 +173,6 @@ def test_ranks_of_one_machine_share_its_disk_and_wear_it_together(tmp_path):
     assert together["machine_written_nbytes"] == 2 * apart["machine_written_nbytes"]
 
 
-def test_ranks_that_divide_experts_have_their_part_each_and_send_tokens(tmp_path):
-    shared = [*EXPERTS[1:], "--ranks", 8, "--local-ranks", 2, "--host-memory", "8GiB", "--link", 1, *RATES]
-
-    def planned(name, *arguments):
-        (tmp_path / name).mkdir()
-        return facts(tmp_path / name, "check", *shared, *arguments)
-
-    (alone, *_), (divided, *more) = (planned(str(size), "--expert-parallel", size) for size in (1, 4))
-    alone, divided, shown = alone["facts"], divided["facts"], {one["what"]: one["shown"] for one in more}
-    assert divided["parameters"] == alone["parameters"]
-    assert divided["nvme_nbytes"] == pytest.approx(alone["nvme_nbytes"], rel=1e-3)
-    assert divided["least_host_memory"] == alone["least_host_memory"]
-    assert divided["in_use_nbytes"] < 0.4 * alone["in_use_nbytes"], "2 of 8 experts, all used"
-    assert alone["sent_tokens"] is None
-    nbytes = 3 * 32 * 2 * 2048 * 2 * 4096 * 2  # passes, layers, experts of a token, tokens, there and back
-    assert divided["sent_tokens"] == {"nbytes": nbytes, "to_others_nbytes": nbytes * 3 // 4}
-    assert "which 2 ranks partition" in shown["experts"]
-    assert "tokens to experts and back in a step, each rank" in shown
-    slower = planned("slower", "--expert-parallel", 4, "--link", "0.5")[0]["facts"]
-    assert slower["seconds"] > divided["seconds"] + nbytes * 3 // 4 / 1e9
-
-
 def test_time_is_calibrated_where_it_is_not_given(tmp_path):
     (row, *_) = facts(tmp_path, "check", "--model", "1m", "--host-memory", "1MiB", *RATES[:-2])
     assert row["facts"]["compute_s"] == pytest.approx(2.0)
