@@ -41,7 +41,7 @@ class RoutedLayers:
         while unit not in layer:
             layer = self._take_last()
         before = self._layers[-1] if self._layers else ()
-        return [*(one for one in reversed(layer) if one is not unit), *reversed(before)]
+        return [*(one for one in reversed(layer) if one != unit), *reversed(before)]
 
     def _take_last(self) -> Sequence[Unit]:
         layer = self._layers.pop()
