@@ -72,7 +72,7 @@ class TiledEmbedding(Routed, nn.Embedding):
         if not isinstance(embedding, TiledEmbedding):
             raise TypeError(f"a {type(embedding).__name__} cannot be tiled")
         embedding._hold(tiles, grid, None)  # noqa: SLF001 - its own class's
-        embedding.weight.join(error)
+        embedding.weight.join(error, "an embedding")
         return embedding
 
     def _assemble(

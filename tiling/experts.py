@@ -169,6 +169,11 @@ class TiledExperts(Routed):
         """
         self.__dict__["_is_view"] = is_view
 
+    def join(self, error: type[Exception]) -> None:
+        """Let code that uses a stack as a whole have one that is put together for it, or `error`."""
+        for whole in self.wholes().values():
+            whole.join(error, "experts")
+
     def __getattr__(self, name: str) -> Any:
         """Return what stands for a stack, or what any module has."""
         if name in self.__dict__.get("_wholes", ()):
@@ -184,11 +189,13 @@ class TiledExperts(Routed):
             raise ValueError(f"{name} is of shape {tuple(whole.shape)}, not {tuple(other.shape)}")
         viewed = self._is_view is not None and self._is_view(other)
         for tile, place in zip(self.tiles, whole.places(), strict=True):
-            values = other.detach()[place]
+            values = other.detach()[place].data  # with a version of its own
             if not viewed:
                 values = values.clone(memory_format=torch.contiguous_format)  # else each would keep the whole
             setattr(tile, name, nn.Parameter(values, other.requires_grad))
         fresh = self.__dict__["_wholes"][name] = Whole.of(list(self.tiles), self.grid, name)
+        if whole.joins:
+            fresh.join(whole.error, whole.kind)
         fresh.__dict__.update(other.__dict__)  # transformers notes there what needs no initial values
 
     def _route(self, ids: torch.Tensor) -> list[int]:
@@ -246,7 +253,7 @@ class TiledExperts(Routed):
             found: torch.Tensor = eager(_StandIn(self, {**ones, "num_experts": 1}), rows, nowhere, weighted)
             return found
 
-        for expert, result in self._computed(ids, tokens_of, compute):
+        for expert, result in self._computed(hidden, ids, tokens_of, compute):
             final.index_add_(0, places[expert][1], result)
         return final
 
@@ -285,7 +292,7 @@ class TiledExperts(Routed):
             found = function(_StandIn(self, others), some[given], nowhere, ones)
             return found[turned]
 
-        computed = [result for _, result in self._computed(ids, tokens_of, compute)]
+        computed = [result for _, result in self._computed(hidden, ids, tokens_of, compute)]
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
         flat_weights = weights.reshape(-1)
@@ -302,6 +309,7 @@ class TiledExperts(Routed):
 
     def _computed(
         self,
+        hidden: torch.Tensor,
         ids: torch.Tensor,
         tokens_of: Callable[[int], tuple[torch.Tensor, ...]],
         compute: Callable[..., torch.Tensor],
@@ -309,7 +317,7 @@ class TiledExperts(Routed):
         """Yield the experts that are routed to, in their order, each with what its tile computes."""
         hit = self._route(ids)
         if self.division is None:
-            yield from self._called(self.agreed(hit, self.num_experts), tokens_of, compute)
+            yield from self._called(self.agreed(hit, self.num_experts), tokens_of, compute, hidden)
             return
         rows = [tokens_of(expert) for expert in hit] or [tokens_of(0)]
         counts = [0] * self.num_experts
@@ -328,17 +336,23 @@ class TiledExperts(Routed):
         hit: list[int],
         tokens_of: Callable[[int], tuple[torch.Tensor, ...]],
         compute: Callable[..., torch.Tensor],
+        hidden: torch.Tensor | None = None,
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the experts `hit`, which are in tiles that this process has, with what these compute."""
-        begins = [span.start for span in spans(self.grid.rows)]
-        tile_of = [number for number, rows in enumerate(self.grid.rows) for _ in range(rows)]
+        """Yield the experts `hit`, which are in tiles that this process has, with what these compute. hidden:
+        of all tokens; None where they are of several ranks.
+        """
+        begins, tile_of = [span.start for span in spans(self.grid.rows)], self.tile_numbers()
         by_tile: dict[int, list[int]] = {}
         for expert in hit:
             by_tile.setdefault(tile_of[expert], []).append(expert)
-        self.announce(by_tile)
+        self.announce(by_tile, hidden)
         for number, experts in by_tile.items():
             given = {expert - begins[number]: tokens_of(expert) for expert in experts}
             yield from zip(experts, self.tiles[number](given, compute), strict=True)
+
+    def tile_numbers(self) -> list[int]:
+        """Return the number of each expert's tile."""
+        return [number for number, rows in enumerate(self.grid.rows) for _ in range(rows)]
 
     def extra_repr(self) -> str:
         """Describe experts and tiles."""

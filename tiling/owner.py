@@ -62,8 +62,10 @@ class RoutingFollower(Protocol):
         process calls it at the same time.
         """
 
-    def announced(self, tiles: list[nn.Module]) -> None:
-        """Hear which tiles are about to be used, in their order."""
+    def announced(self, tiles: list[nn.Module], hidden: torch.Tensor | None) -> None:
+        """Hear which tiles are about to be used, in their order. hidden: of experts, what they compute with
+        [tokens, features].
+        """
 
 
 class Tiled(nn.Module):
@@ -100,7 +102,7 @@ class Tiled(nn.Module):
         if whole.dtype != getattr(whole.tiles[0], whole.field).dtype:  # module.to() changed the tiles only
             before, whole = whole, Whole.of(whole.tiles, whole.grid, name)
             if before.joins:
-                whole.join(before.error)
+                whole.join(before.error, before.kind)
             wholes[name] = whole
         return whole
 
@@ -115,9 +117,9 @@ class Tiled(nn.Module):
         mine = self._whole(name)
         if mine.joins:
             raise not_in_blocks(
-                f"a {type(other).__name__} would become the {name} of an embedding",
+                f"a {type(other).__name__} would become the {name} of {mine.kind}",
                 mine,
-                f"Load values with load_state_dict, or as embedding.{name}.data = values in "
+                f"Load values with load_state_dict, or as module.{name}.data = values in "
                 "infinity.gathered(model, write=True); tie weights inside infinity.Init; or keep",
             )
         if not isinstance(other, Whole) or name != "weight":
@@ -165,10 +167,10 @@ class Routed(Tiled):
         """How the module's experts are divided among ranks; None where they are not."""
         return None if self._follower is None else self._follower.division
 
-    def announce(self, numbers: Iterable[int]) -> None:
-        """Say which tiles are about to be used, in their order."""
+    def announce(self, numbers: Iterable[int], hidden: torch.Tensor | None = None) -> None:
+        """Say which tiles are about to be used, in their order, and with what."""
         if self._follower is not None:
-            self._follower.announced([self.tiles[number] for number in numbers])
+            self._follower.announced([self.tiles[number] for number in numbers], hidden)
 
 
 _saved: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -22,6 +22,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.tiling.grid import ALIGNMENT, Grid, spans
 from infinity.tiling.in_one import OnePiece, opening_of
+from infinity.tiling.joined import ReadOnlyCopy, changes_first
 from infinity.tiling.tile import Piece
 
 logger = logging.getLogger("infinity")
@@ -54,6 +56,8 @@ class Whole(nn.Parameter):
     tiles: Sequence[nn.Module]
     grid: Grid
     field: str
+    kind: str = "an embedding"
+    """What it is of."""
     joins: bool = False
     """Whether what no tile can do by itself is done with all of them put together."""
     error: type[Exception] = RuntimeError
@@ -84,11 +88,11 @@ class Whole(nn.Parameter):
             return list(self.grid.slices())
         return [(rows,) for rows in spans(self.grid.rows)]
 
-    def join(self, error: type[Exception]) -> None:
+    def join(self, error: type[Exception], kind: str) -> None:
         """From now on, do what no tile can do by itself with all of them put together; raise `error` for what
-        cannot be done so either.
+        cannot be done so either. kind: of what it is, for the error.
         """
-        self.joins, self.error = True, error
+        self.joins, self.error, self.kind = True, error, kind
         for piece in self.pieces():
             _joining[piece] = weakref.ref(self)
 
@@ -157,7 +161,7 @@ class Whole(nn.Parameter):
                 [copy.deepcopy(tile, memo) for tile in self.tiles], self.grid, self.field
             )
             if self.joins:
-                memo[id(self)].join(self.error)
+                memo[id(self)].join(self.error, self.kind)
         whole: Whole = memo[id(self)]
         return whole
 
@@ -189,11 +193,11 @@ class _OnlyInTilesError(RuntimeError):
 
 
 def not_in_blocks(what: str, whole: Whole, instead: str = "") -> Exception:
-    """Return the error for a use of an embedding's weight that its blocks of rows cannot have."""
+    """Return the error for a use of a weight that its blocks of rows cannot have."""
+    shape, keep = " x ".join(map(str, whole.shape)), instead or "To do so, keep"
     return whole.error(
-        f"{what}, whose weight of {' x '.join(map(str, whole.shape))} is kept in blocks of rows, so that a "
-        f"step moves those that it looks up. {instead or 'To do so, keep'} the weight as one parameter: "
-        'infinity.Init(experts="whole").'
+        f"{what}, whose {whole.field} of {shape} is kept in blocks of rows, so that a step moves those it "
+        f'uses. {keep} the {whole.field} as one parameter: infinity.Init(experts="whole").'
     )
 
 
@@ -213,7 +217,7 @@ def _attribute(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> An
             return whole
         if name == "grad_fn" and whole.joins and sys._getframe(3).f_code is _REGISTERING:
             raise not_in_blocks(
-                "another module would get the weight of an embedding",
+                f"another module would get the {whole.field} of {whole.kind}",
                 whole,
                 "Tie the two inside infinity.Init, where the model is built, or keep",
             )
@@ -239,8 +243,8 @@ def _joined(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             if attribute == "grad" or name == "__set__":
                 return _gradient_or_set(first, attribute, name == "__get__", args[1:])
         elif name in _OF_ONE:
-            raise not_in_blocks(f"weight.{name}() of an embedding", first)
-    changes = _changes_first(name)
+            raise not_in_blocks(f"{first.field}.{name}() of {first.kind}", first)
+    changes = changes_first(name)
     out = {id(one) for one in pytree.tree_leaves(kwargs.get("out"))}
     changed = out | ({id(first)} if changes else set())
     wholes = {id(one): one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Whole)}
@@ -259,20 +263,13 @@ def _joined(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return changed_of.get(id(result), result)
 
 
-def _changes_first(name: str) -> bool:
-    """Whether a function of this name changes its first argument."""
-    if name.endswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__"))
-    return name.endswith("_")
-
-
 def _gradient_or_set(whole: Whole, attribute: str, is_get: bool, values: Sequence[Any]) -> None:  # noqa: FBT001
     """Do `whole.data = values`; say that there is no gradient, or refuse."""
     if attribute == "data":
         _set(whole, values[0])
     elif not (is_get and all(one.grad is None for one in whole.pieces())):
         raise not_in_blocks(
-            f"weight.{attribute} of an embedding",
+            f"{whole.field}.{attribute} of {whole.kind}",
             whole,
             "Gradients are those of the blocks, which model.parameters() yields. Use them, or keep",
         )
@@ -281,17 +278,28 @@ def _gradient_or_set(whole: Whole, attribute: str, is_get: bool, values: Sequenc
 def _together(whole: Whole, *, changes: bool) -> torch.Tensor:
     """Return a weight put together. changes: its values are about to be changed, and no graph is made."""
     one = whole.in_one()
+    if one is None and changes:
+        return torch.cat(list(whole.pieces())).detach()
     if one is None:
-        return torch.cat(list(whole.pieces())).detach() if changes else torch.cat(list(whole.pieces()))
+        return ReadOnlyCopy.of(torch.cat(list(whole.pieces())), partial(_would_be_lost, whole))
     graph = not changes and torch.is_grad_enabled() and whole.pieces()[0].requires_grad
     return one.in_graph() if graph else one.values()
+
+
+def _would_be_lost(whole: Whole, operation: str) -> Exception:
+    return whole.error(
+        f"{operation}() would change a copy of the {whole.field} of {whole.kind}, which is kept in blocks of "
+        "rows: the change would be lost. Change it between steps, in `with infinity.gathered(module, "
+        'write=True):`; to change it in a forward, keep it as one parameter: infinity.Init(experts="whole").'
+    )
 
 
 def _set(whole: Whole, values: torch.Tensor) -> None:
     """Do `whole.data = values`."""
     if tuple(values.shape) != tuple(whole.shape) or values.dtype != whole.dtype:
         raise not_in_blocks(
-            f"weight.data = {values.dtype} of shape {tuple(values.shape)} on an embedding of {whole.dtype}",
+            f"{whole.field}.data = {values.dtype} of shape {tuple(values.shape)} on {whole.kind} of "
+            f"{whole.dtype}",
             whole,
             "It keeps its shape and type; to have others, build it so inside infinity.Init. To keep",
         )

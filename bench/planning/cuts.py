@@ -11,6 +11,8 @@ from dataclasses import replace
 from rich.console import Console
 
 from infinity.bench.arguments import size_of
+from infinity.config.sequence_ranks import check_experts
+from infinity.errors import ConfigError
 from infinity.planning.outline import Outline, UnitOutline
 from infinity.planning.tile_size import LEAST_SLICE_NBYTES, tile_choice
 from infinity.sizes import format_size
@@ -49,54 +51,75 @@ def tiled(
     return cut
 
 
-def sliced(outline: Outline, tokens: int, console: Console) -> Outline:
+def sliced(outline: Outline, tokens: int, console: Console, ranks: int = 1) -> Outline:
     """Return the outline with experts one by one, as `in_slices`; print how many a step uses."""
-    cut, told = in_slices(outline, tokens)
+    cut, told = in_slices(outline, tokens, ranks)
     if told:
         console.print(told, highlight=False, markup=False, soft_wrap=True)
     return cut
 
 
-def in_slices(outline: Outline, tokens: int) -> tuple[Outline, str]:
-    """Return the outline with the experts of each layer by themselves, of which a step of so many tokens uses
-    as many as chance would; and a line about them, "" where there are none.
+def in_slices(outline: Outline, tokens: int, ranks: int = 1) -> tuple[Outline, str]:
+    """Return the outline with the experts of each layer by themselves, of which a step of so many tokens, of
+    all ranks together, uses as many as chance would; and a line about them, "" where there are none.
 
     Experts that are used stand together in at most `_TOGETHER` units, since a plan of each would take long.
+    ranks: that divide the experts among them (expert_parallel).
+
+    Raises: ConfigError where that is several, and a model has no experts, or not a multiple of so many.
     """
     parts: list[UnitOutline] = []
     at: list[tuple[int, ...]] = []
     told = ""
     for part in outline.parts:
-        pieces = _slices(part, tokens)
+        pieces = _slices(part, tokens, ranks)
         at.append(tuple(len(parts) + number for number, one in enumerate(pieces) if not one.idle))
         parts += pieces
         if pieces[0] is not part and not told:
             experts, used = part.shapes[0][0], sum(one.shapes[0][0] for one in pieces if not one.idle)
             each = format_size(_ITEMSIZE * part.numel // experts)
-            told = (
-                f"experts: {experts} of {each} in a layer, one by one; {tokens:,} tokens use {used} of them, "
-                "if none is preferred"
-            )
+            here = f"{experts // ranks} of a layer's {experts}, {each} each, on every rank"
+            what = here if ranks > 1 else f"{experts} of {each} in a layer"
+            told = f"experts: {what}, one by one; {tokens:,} tokens use {used} of them, if none is preferred"
+    if ranks > 1 and not told:
+        raise ConfigError(
+            f"expert_parallel={ranks}: {outline.name} has no experts in stacks, and nothing would be "
+            "divided. Leave it out"
+        )
     stages = [
         replace(one, units=tuple(new for unit in one.units for new in at[unit])) for one in outline.stages
     ]
     return replace(outline, parts=tuple(parts), stages=tuple(stages)), told
 
 
-def _slices(part: UnitOutline, tokens: int) -> Sequence[UnitOutline]:
-    """Cut stacks of experts, as Config(experts="slices") does; those that are not used are idle, and last."""
+def _slices(part: UnitOutline, tokens: int, ranks: int) -> Sequence[UnitOutline]:
+    """Cut stacks of experts, as Config(experts="slices") does; those that are not used are idle, and last.
+    ranks: that divide them; tokens of all ranks come to each.
+    """
     experts = part.shapes[0][0]
     stacks = all(len(shape) > 1 and shape[0] == experts for shape in part.shapes)
-    if not stacks or part.active >= 1 or _ITEMSIZE * math.prod(part.shapes[0]) <= LEAST_SLICE_NBYTES:
+    if not stacks or part.active >= 1:
         return [part]
-    used = min(math.ceil(experts * (1 - (1 - part.active) ** tokens)), experts)
+    if ranks > 1:
+        check_experts(experts, ranks, part.name)
+    elif _ITEMSIZE * math.prod(part.shapes[0]) <= LEAST_SLICE_NBYTES:
+        return [part]
+    here = experts // ranks
+    used = min(math.ceil(here * (1 - (1 - part.active) ** tokens)), here)
     units = min(used, _TOGETHER)
     sizes = [used * (number + 1) // units - used * number // units for number in range(units)]
-    active = min(part.active * experts / used, 1.0)
-    shared = replace(part, share=used / experts)
-    slices = [_some(shared, f"experts.{number}", size, active) for number, size in enumerate(sizes)]
-    if used < experts:
-        slices.append(replace(_some(part, "idle experts", experts - used, 0.0), idle=True))
+    active = part.active * experts / used  # above 1 where each computes for tokens of several ranks
+    part = replace(part, divided=ranks > 1)
+    shared = replace(part, share=used / here)
+    slices = [
+        _some(shared, f"experts.{number}", size, active if ranks > 1 else min(active, 1.0))
+        for number, size in enumerate(sizes)
+    ]
+    if used < here:
+        slices.append(replace(_some(part, "idle experts", here - used, 0.0), idle=True))
+    if here < experts:
+        others = _some(part, "experts of other ranks", experts - here, 0.0)
+        slices.append(replace(others, idle=True, elsewhere=True))
     return slices
 
 

@@ -120,10 +120,14 @@ def findings_of(
         return f"{100 * value:.1f} %"
 
     skewed = [row for row in rows if row["trace"] != "even"]
-    least = min((row["Infinity hits"] / row["Belady hits"] for row in skewed), default=0.0)
+    least, static = (
+        min((row[f"{name} hits"] / row["Belady hits"] for row in skewed), default=0.0)
+        for name in ("Infinity", "static")
+    )
+    known = f"of a choice made once, with the whole run known: {percent(static)}"
     online = [max(row["LRU hits"], row["LFU hits"]) - row["Infinity hits"] for row in rows]
     lines = [
-        f"hits beside Belady's, on skewed traces: at least {percent(least)}",
+        f"hits beside Belady's, on skewed traces: at least {percent(least)}; {known}",
         f"hits below the better of LRU and LFU: at most {percent(max(0.0, *online))} of the uses",
     ]
     for how, of in moved.items():

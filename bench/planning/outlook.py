@@ -13,6 +13,7 @@ from infinity.bench.planning.advice import ideas, told
 from infinity.bench.planning.longest import longest_sequence
 from infinity.bench.planning.planned import Planned
 from infinity.planning.gpus import GPUS
+from infinity.planning.layout import RecordSchema
 from infinity.planning.lookups import row_blocks
 from infinity.planning.outline import Outline
 from infinity.planning.zero_memory import STAGES, model_states
@@ -77,6 +78,7 @@ def facts(one: Planned, tbw_nbytes: float | None) -> dict[str, Any]:
             "written_nbytes": need.written_nbytes,
             "moved": {f"{field} {way}": nbytes for (field, way), nbytes in sorted(need.moved.items())},
             "machine_written_nbytes": per_step,
+            "sent_tokens": asdict(one.sent) if one.sent is not None else None,
             "steps_until_tbw": tbw_nbytes / per_step if tbw_nbytes and per_step else None,
         }
     if forecast is not None and one.step_s is not None:
@@ -179,11 +181,29 @@ def _assumed(one: Planned, options: argparse.Namespace) -> list[tuple[str, str]]
         lines.append(("NVMe of each machine", f"{speeds} ({source})"))
     if setting.durable:
         lines.append(("durable", "every record is stored twice"))
+    if setting.expert_parallel > 1:
+        lines.append(("experts", _divided(one)))
     lines += [
         ("embeddings", f"a step moves {cut.used} of {cut.blocks} blocks of {cut.rows:,} rows")
         for cut in row_blocks(one.outline, setting).values()
     ]
     return lines
+
+
+def _divided(one: Planned) -> str:
+    """Say which experts a rank has, and what their records take on its NVMe."""
+    setting, parts = one.setting, [part for part in one.outline.parts if part.divided]
+    here = sum(part.numel for part in parts if not part.elsewhere)
+    share = here * setting.expert_parallel // setting.ranks
+    copies = setting.ranks // setting.expert_parallel
+    with_others = f", which {copies} ranks partition" if copies > 1 else ""
+    schema = RecordSchema(setting.state_dtype, setting.dtype)
+    nbytes = sum(schema.nbytes(name, share) for name in schema.fields)
+    return (
+        f"divided among {setting.expert_parallel} ranks: each has {short_count(here)} of their "
+        f"{short_count(sum(part.numel for part in parts))} parameters{with_others}; "
+        f"{format_size(nbytes)} of records on each rank"
+    )
 
 
 def _device_memory(one: Planned, waits_nbytes: int) -> str:
@@ -275,6 +295,12 @@ def _in_a_step(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     if found["offloaded_nbytes"]:
         lines.append(("activations to NVMe and back, each rank", format_size(found["offloaded_nbytes"])))
     lines.append(("written to each machine's NVMe in a step", format_size(found["machine_written_nbytes"])))
+    if found["sent_tokens"] is not None:
+        sent, to_others = found["sent_tokens"]["nbytes"], found["sent_tokens"]["to_others_nbytes"]
+        what = (
+            f"{format_size(sent)}, {format_size(to_others)} of them to other ranks, if no expert is preferred"
+        )
+        lines.append(("tokens to experts and back in a step, each rank", what))
     if "seconds" in found:
         lines += [
             (

@@ -29,6 +29,7 @@ from infinity.bench.planning.planned import Planned, Question, answer, flops
 from infinity.bench.planning.process import process_memory
 from infinity.bench.planning.sketch import outline_of
 from infinity.cli.presets import PRESETS
+from infinity.config.sequence_ranks import check_expert_ranks
 from infinity.errors import ConfigError
 from infinity.planning.activations import Method
 from infinity.planning.capacity import Capacity
@@ -57,6 +58,7 @@ _SWEPT = (
     "device-memory",
     "tokens",
     "ranks",
+    "expert-parallel",
     "micro-batches",
     "dtype",
     "state-dtype",
@@ -155,6 +157,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     shared = "ranks that share each sequence, as Config(sequence_parallel=...) (1)"
     add("--sequence-parallel", type=positive, default=1, metavar="N", help=shared)
+    divided = "ranks that divide the experts of each layer, as Config(expert_parallel=...) (1)"
+    add("--expert-parallel", type=positive, default=1, metavar="N", help=divided)
     add(
         "--host-memory",
         type=some_size,
@@ -311,8 +315,9 @@ def _planned(options: argparse.Namespace, console: Console) -> Iterator[tuple[di
             if key not in seconds:
                 seconds[key] = _seconds(chosen, outline, console)
             budgets = _host_nbytes(chosen), chosen.device_memory or chosen.gpu_memory
-            tokens, _ = _tokens_of_rank(chosen)
-            outline = cuts.sliced(outline, tokens * chosen.micro_batches, console)
+            tokens = _tokens_of_rank(chosen)[0] * chosen.micro_batches * chosen.ranks
+            _check_expert_ranks(chosen)
+            outline = cuts.sliced(outline, tokens, console, chosen.expert_parallel)
             tiled = cuts.tiled(outline, chosen.tile_above, *budgets, console)
             one = _plan_one(chosen, tiled, disk, seconds[key])
         if len(combinations) > 1 and not console.is_terminal:
@@ -350,6 +355,7 @@ def _plan_one(
         update=chosen.update,
         micro_batches=chosen.micro_batches,
         ranks=chosen.ranks,
+        expert_parallel=chosen.expert_parallel,
         local_ranks=chosen.local_ranks,
         durable=chosen.durable,
         method=method,
@@ -478,6 +484,19 @@ def _tokens_of_rank(options: argparse.Namespace) -> tuple[int, int]:
     return batch * sequence // sharers, sequence
 
 
+def _check_expert_ranks(chosen: argparse.Namespace) -> None:
+    """See that experts can be divided among ranks as it was asked for.
+
+    Raises: ConfigError where they cannot, or accelerators would compute.
+    """
+    check_expert_ranks(chosen.expert_parallel, chosen.ranks)
+    if chosen.expert_parallel > 1 and (chosen.device_memory or chosen.gpu_memory):
+        raise ConfigError(
+            f"--expert-parallel {chosen.expert_parallel} with memory of GPUs: ranks that divide experts "
+            "compute on CPUs. Leave --gpu, --gpu-memory and --device-memory out, or --expert-parallel"
+        )
+
+
 # Types of arguments
 
 
@@ -510,6 +529,9 @@ def _sweep(text: str) -> tuple[str, list[Any]]:
     name, _, values = text.partition("=")
     if name not in _SWEPT or not values:
         raise argparse.ArgumentTypeError(f"{text!r}: expected KEY=A,B,... with a KEY of {', '.join(_SWEPT)}")
-    kinds: dict[str, Any] = {"tokens": _tokens, "ranks": positive, "micro-batches": positive}
+    kinds: dict[str, Any] = {
+        "tokens": _tokens,
+        **dict.fromkeys(("ranks", "expert-parallel", "micro-batches"), positive),
+    }
     kinds |= {"host-memory": some_size, "device-memory": some_size}
     return name, [kinds.get(name, str)(value) for value in values.split(",")]

@@ -10,6 +10,7 @@ from infinity.errors import ConfigError, HostMemoryError
 from infinity.planning.activations import Method
 from infinity.planning.capacity import CONTEXT_NBYTES, Capacity, Need, needs
 from infinity.planning.demand import Demand, Setting, as_recomputed, demand, least_host_nbytes
+from infinity.planning.expert_tokens import TokenTraffic, token_traffic
 from infinity.planning.forecast import Forecast, forecast
 from infinity.planning.lookups import in_blocks_of_rows
 from infinity.planning.outline import Outline, timed
@@ -115,13 +116,21 @@ class Planned:
         return (self.refusal, *short) if self.refusal else short
 
     @property
+    def sent(self) -> TokenTraffic | None:
+        """What a rank sends of tokens to experts in a step; None where they are not divided among ranks."""
+        return token_traffic(self.outline, self.setting)
+
+    @property
     def step_s(self) -> float | None:
-        """Seconds of a step; activations on NVMe are taken to be moved while nothing else is."""
+        """Seconds of a step; activations on NVMe, and tokens between ranks, are taken to be moved while
+        nothing else is.
+        """
         told, rates = self.forecast, self.question.rates
         if told is None or rates is None or self.demand is None:
             return None
         moved = 2 * self.demand.offloaded_nbytes * self.setting.micro_batches
-        return told.seconds + moved / rates.disk.mixed
+        sent = self.sent.to_others_nbytes / rates.link if self.sent is not None and rates.link else 0.0
+        return told.seconds + moved / rates.disk.mixed + sent
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from infinity.planning.admission import Admission
 from infinity.planning.frequency import Frequencies
 from infinity.planning.placement import REVISED_EVERY, Candidate, Placement, PlacementBudget, revise
 
@@ -145,9 +146,12 @@ def belady(run: Run, room: int) -> PolicyResult:
 
 
 def ours(run: Run, room: int) -> PolicyResult:
-    """Keep what `Frequencies` expects to be used most, as units/pinning.py decides it."""
+    """Keep what `Frequencies` expects to be used most, as units/pinning.py decides it, and take newcomers in
+    as `Admission` has it.
+    """
     count = 1 + max(itertools.chain.from_iterable(run))
     frequencies = Frequencies(count)
+    admission = Admission(frequencies)
     placed: Placement = MappingProxyType({})
     there: set[int] = set()
     hits = moved = uses = 0
@@ -158,7 +162,7 @@ def ours(run: Run, room: int) -> PolicyResult:
             uses += 1
             hits += expert in there
             if expert not in there:
-                if len(placed) < room:  # see [Note: free room] in units/pinning.py
+                if (expert, "m") not in placed and admission.wants(expert, 1) and len(placed) < room:
                     placed = MappingProxyType({**placed, (expert, "m"): "host"})
                 comes = (expert, "m") in placed  # with the pass that updates it anyway
                 moved += 1 if comes else 2
@@ -169,10 +173,13 @@ def ours(run: Run, room: int) -> PolicyResult:
                 Candidate(one, "m", 1, frequencies.fetches(one), frequencies.updates(one))
                 for one in range(count)
             ]
-            placed = revise(placed, candidates, PlacementBudget(0, room, 0)).placement
-            leaving = {one for one in there if (one, "m") not in placed}
-            moved += len(leaving)
-            there -= leaving
+            budget = PlacementBudget(0, room - admission.reserve_nbytes, 0)
+            placed = revise(placed, candidates, budget).placement
+        leaving = admission.close_step({one: 1 for one, _ in placed}, room - len(placed))
+        placed = MappingProxyType({key: tier for key, tier in placed.items() if key[0] not in leaving})
+        gone = {one for one in there if (one, "m") not in placed}
+        moved += len(gone)
+        there -= gone
     return PolicyResult(hits, uses, moved)
 
 

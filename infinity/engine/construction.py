@@ -30,6 +30,7 @@ from infinity.engine.blocks import Block, UnitKind, blocks_of, covered, name_blo
 from infinity.engine.built_parameter import BuiltParameter
 from infinity.engine.embeddings import held_elsewhere, in_blocks, in_groups
 from infinity.engine.engine import Engine, engine_of
+from infinity.engine.foresight import NONE
 from infinity.engine.frozen import FrozenFile, frozen_layers
 from infinity.engine.layouts import Find
 from infinity.engine.module_records import (
@@ -111,9 +112,7 @@ class Construction:
         self._before_loading = call
 
     def take_in(self, model: nn.Module) -> None:
-        """Take charge of a model that was built before. Its modules stay what they are: there may be
-        optimizers and lists of its parameters.
-        """
+        """Take charge of a model that was built before. Its modules stay: others may have its parameters."""
         self._taken_in = True
         self.adopted(model, "", None)
 
@@ -433,6 +432,7 @@ class Construction:
             self._sweep(root)
         for module in [one for one in modules if isinstance(one, TiledExperts)]:
             module.view_where(None)
+            module.join(UnsupportedError)
         named = list(named_modules(roots))
         check_values(named)
         self._origins.look()
@@ -539,7 +539,8 @@ class Construction:
 
     def _block(self, weight: nn.Parameter, values: torch.Tensor, of: BuiltParameter) -> EmbeddingTile:
         """Return a module of some rows of a weight, a real one, which is taken charge of."""
-        tile = EmbeddingTile(nn.Parameter(values, weight.requires_grad))
+        own = values.data  # past the version of the whole, which all blocks would share
+        tile = EmbeddingTile(nn.Parameter(own, weight.requires_grad))
         self._take(tile, "weight", tile.weight, of.asked)
         return tile
 
@@ -565,8 +566,7 @@ class Construction:
         entry = self._entries[id(piece)] = BuiltParameter(piece, tile, "weight", of.asked)
         record = self._engine.new_record([piece], f"rows no. {len(self._entries)}", self._schema(of.asked))
         self._records.append(record)
-        there = FileRange(path, offset + rows.start * of_row, shape[0] * of_row)
-        self._engine.lay_in_files(record, [there])
+        self._engine.lay_in_files(record, [FileRange(path, offset + rows.start * of_row, shape[0] * of_row)])
         entry.belongs_to(record, 0)
         set_owner(piece, self._engine)
         release(piece, placeholder(shape, of.dtype, weight.device))
@@ -577,12 +577,10 @@ class Construction:
         units, units_of = name_records(named, self._entry, self._engine.schema.dtype)
         joined = name_blocks(blocks, units_of)
         self._overflow.refuse(self._records, units)
-        for record in self._records:
-            if record not in units:  # of parameters that are in no model
-                for field in record.schema.weights:
-                    record.drop(field)
-        kind = self._engine.config.frozen_dtype
-        if kind is not None:
+        for record in [one for one in self._records if one not in units]:  # of parameters in no model
+            for field in record.schema.weights:
+                record.drop(field)
+        if (kind := self._engine.config.frozen_dtype) is not None:
             FrozenFile(self._engine, kind).take(frozen_layers(named, units, kind))
         self._engine.build_with(None)
         routed = routed_records(named, units_of)
@@ -594,7 +592,9 @@ class Construction:
             if id(module) in used_of:
                 covers = covered(module, used_of) if id(module) in joined else frozenset()
                 self._engine.hook(module, *used_of[id(module)], covers)
+        own = {module: [opened[one] for one in parts] for module, parts in units_of.items()}
+        foresight = self._engine.foresight(named, own)
         for name, module in named:
             if isinstance(module, Routed):
-                tiles = {id(tile): [opened[one] for one in units_of[id(tile)]] for tile in module.tiles}
-                self._engine.route(module, name, tiles)
+                tiles = {id(tile): own[id(tile)] for tile in module.tiles}
+                self._engine.route(module, name, tiles, foresight.get(id(module), NONE))

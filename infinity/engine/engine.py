@@ -32,6 +32,7 @@ from infinity.durable.committer import TrainingStateSource
 from infinity.durable.tiers import open_tier
 from infinity.engine.ending import Ending
 from infinity.engine.expert_ranks import DividedExperts, ExpertRanks
+from infinity.engine.foresight import NONE, Foresight, foresight_of
 from infinity.engine.parameters import Parameters
 from infinity.engine.partition import Partition
 from infinity.engine.routing import Routing
@@ -58,6 +59,7 @@ from infinity.tiling import Routed, Tiled
 from infinity.timeline import Timeline
 from infinity.units import advice
 from infinity.units.aside import Aside
+from infinity.units.changes import tell_versions_apart
 from infinity.units.device_tier import DeviceTier, Records
 from infinity.units.device_updates import DeviceUpdates
 from infinity.units.meeting import MeetingOfRanks
@@ -298,6 +300,7 @@ class Engine:
             for parameter in parameters:
                 set_owner(parameter, self)
                 self.arrivals.catch(parameter)
+        tell_versions_apart([unit.changes for unit in self.units])
         if self.partition is not None:
             self.partition.check_model()
         largest = max((unit.resident_nbytes for unit in self.units), default=0)
@@ -362,7 +365,18 @@ class Engine:
         self.arrivals.meet_by(meeting)
         return chosen
 
-    def route(self, module: Routed, name: str, units_of: dict[int, list[Unit]]) -> None:
+    def foresight(
+        self, named: Sequence[tuple[str, nn.Module]], units_of: Mapping[int, Sequence[Unit]]
+    ) -> dict[int, Foresight]:
+        """Return what guesses the experts of layers among the modules of a model, by the id() of these; see
+        [Note: guesses] in foresight. units_of: a module's own, by its id().
+        """
+        pays = self.ranks.size == 1 and self.device.is_host and self.nvme_store is not None
+        return foresight_of(named, self.residency, units_of) if pays else {}
+
+    def route(
+        self, module: Routed, name: str, units_of: dict[int, list[Unit]], foresight: Foresight = NONE
+    ) -> None:
         """Follow a module that uses those of its tiles alone that its input needs.
 
         units_of: the units of each tile, by its id().
@@ -372,7 +386,9 @@ class Engine:
             not unit.record.holders.are_all for units in units_of.values() for unit in units
         ):
             division = DividedExperts(self.expert_ranks, self.residency, name)
-        module.follow(Routing(self.residency, self.ranks, name, units_of, division))
+        routing = Routing(self.residency, self.ranks, name, units_of, division)
+        routing.foresee(foresight)
+        module.follow(routing)
         for whole in module.wholes().values():
             self.arrivals.have_slices(whole.pieces())
 

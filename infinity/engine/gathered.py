@@ -62,8 +62,9 @@ def gathered(
         shares = {unit: unit.shares() for unit in units}
         with _in_one_piece(units) as opening:
             yield
-        for ranks in dict.fromkeys(engine.ranks for engine in units.values()):
-            with ranks.together("gathered"):
+        for engine in dict.fromkeys(units.values()):
+            with engine.ranks.together("gathered"):
+                engine.residency.raise_refused()
                 (_check_forms if write else _refuse_changes)(units)
         if write:
             for unit, engine in units.items():
@@ -80,14 +81,14 @@ def gathered(
 
 
 def _in_one_piece(units: dict[Unit, Engine]) -> contextlib.AbstractContextManager[Opening]:
-    """Let embeddings in blocks of rows, if all blocks are in `units`, be used in one piece of memory, which
-    is allocated at the first such use.
+    """Let embeddings in blocks of rows, and stacks of experts, be used in one piece of memory if all their
+    blocks are in `units`; it is allocated at the first such use.
     """
     wholes = all_joining([one for unit in units for one in unit.parameters])
 
     def make(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         engine, nbytes = next(iter(units.values())), shape.numel() * dtype.itemsize
-        what = "gathered: an embedding's weight as a whole"
+        what = "gathered: a weight in blocks of rows (an embedding, a stack of experts) as a whole"
         if engine.device.is_host:
             check_available(nbytes, what, 'Keep it whole with infinity.Init(experts="whole").')
         room = engine.device.room
@@ -160,7 +161,7 @@ def _refuse_views(shares: dict[Unit, int], opening: Opening) -> None:
         if unit.shares() > before and unit.residence.users == 1:
             raise NotResidentError(_OUTLIVES.format(unit.name, "parameters"))
     if opening.outlived:
-        raise NotResidentError(_OUTLIVES.format("an embedding", "weight"))
+        raise NotResidentError(_OUTLIVES.format("an embedding, or a stack of experts", "weight"))
 
 
 def _check_forms(units: Iterable[Unit]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from infinity.autograd.hooks import graph_task
+from infinity.engine.foresight import NONE, Foresight
 from infinity.planning.trace import Phase
 from infinity.ranks.group import Ranks
 from infinity.tiling.owner import ExpertDivision
@@ -37,14 +38,24 @@ class Routing:
         """
         self._residency, self._ranks, self._name, self._units_of = residency, ranks, name, units_of
         self.division = division
+        self._foresight: Foresight = NONE
 
     def agreed(self, needed: list[int], count: int) -> list[int]:
         """See tiling.RoutingFollower."""
         self._residency.meet()
         return self._ranks.union(needed, count, f"route {self._name}")
 
-    def announced(self, tiles: list[nn.Module]) -> None:
+    def foresee(self, foresight: Foresight) -> None:
+        """Guess, from now on, what the next layer uses."""
+        self._foresight = foresight
+
+    def announced(self, tiles: list[nn.Module], hidden: torch.Tensor | None) -> None:
         """See tiling.RoutingFollower."""
         units = dict.fromkeys(unit for tile in tiles for unit in self._units_of[id(tile)])
         phase = Phase.FORWARD if graph_task() == -1 else Phase.BACKWARD
         self._residency.expect(list(units), phase, again=torch.is_grad_enabled())
+        if phase is Phase.FORWARD and hidden is not None:
+            for layer in self._foresight.of_this:
+                layer.came(list(units))
+            for layer in self._foresight.of_next:
+                layer.look(hidden)

@@ -158,6 +158,10 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         torch.autograd.graph.increment_version(
             [*(one for _, one, _ in found), *(one for one, _, _ in beside)]
         )
+        for unit, index in ((one.unit, one.index) for _, _, one in found):
+            unit.changes.stepped(index)
+        for _, unit, index in beside:
+            unit.changes.stepped(index)
         taken = [one for one in found if one[2].form is not Form.APPLIED]
         self._warn_of_overflow([gradient for _, _, gradient in taken])
         factor = self._clip_factor([gradient for _, _, gradient in taken])
@@ -191,6 +195,8 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
     def _decide_missed(self, slices: Iterable[tuple[nn.Parameter, Unit, int]], clip: float) -> None:
         """Add updates with gradients of zeros, of which there are many in each step: none is ever made."""
         known: dict[tuple[int, int], Any] = {}
+        # Of many slices with the same past: they share what is immutable. By what was pending, kept alive.
+        made: dict[tuple[Any, ...], tuple[Update | None, Update]] = {}
         for parameter, unit, index in slices:
             place, recipe = self.mine[id(parameter)], self.recipe_of(parameter)
             _check_unused(unit)
@@ -204,11 +210,12 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
                 known[place.group, step] = recipe.scalars(self.param_groups[place.group], step, clip)
             rounds = unit.record.schema.state_dtype != "fp32"
             key = kernels.state_key(self.seed, place.position, step) if rounds else 0
-            before = unit.pending.get(index)
-            if before is None:
-                unit.pending[index] = Update(known[place.group, step], None, None, key, recipe=recipe)
-            else:
-                unit.pending[index] = before.then_missed(known[place.group, step], key)
+            before, scalars = unit.pending.get(index), known[place.group, step]
+            past = (id(before), id(scalars), key, id(recipe))
+            if past not in made:
+                fresh = Update(scalars, None, None, key, recipe=recipe)
+                made[past] = before, fresh if before is None else before.then_missed(scalars, key)
+            unit.pending[index] = made[past][1]
             self._decided.add(unit)
             unit.values_changed()
 

@@ -20,7 +20,7 @@ from infinity.planning.activations import Method, PeakMoment, Usage, kept_by_bud
 from infinity.planning.budget import Budget, divide, least_budget, least_that, scratch_nbytes
 from infinity.planning.forecast import EngineLimits, Moves
 from infinity.planning.layout import RecordSchema, lay_out
-from infinity.planning.outline import Act, Outline, Stage, trace_of
+from infinity.planning.outline import Act, Outline, Stage, UnitOutline, trace_of
 from infinity.planning.placement import Candidate, Placement, PlacementBudget, revise
 from infinity.planning.plan import Plan, make_plan
 from infinity.planning.recomputation import InputTiers
@@ -46,6 +46,8 @@ class Setting:
     update: str = "forward"
     micro_batches: int = 1
     ranks: int = 1
+    expert_parallel: int = 1
+    """Ranks that divide the experts of each layer among them; the outline says which they are."""
     local_ranks: int = 1
     """That share one machine: its NVMe, and its memory."""
     durable: bool = False
@@ -58,14 +60,11 @@ class Setting:
 
         Raises: ConfigError.
         """
-        for name in ("micro_batches", "ranks", "local_ranks", "host_nbytes"):
+        for name in ("micro_batches", "ranks", "expert_parallel", "local_ranks", "host_nbytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")
         self._check_activations()
-        if self.ranks % self.local_ranks:
-            raise ConfigError(
-                f"{self.ranks} ranks, {self.local_ranks} on each machine: expected a whole number of machines"
-            )
+        self._check_ranks()
         if self.update not in ("forward", "backward"):
             raise ConfigError(f'update={self.update!r}: expected "forward" or "backward"')
         if self.update == "backward" and self.micro_batches > 1:
@@ -81,6 +80,17 @@ class Setting:
             raise ConfigError('update="backward" with fp16 would apply overflows: update="forward"')
         if self.dtype != "bf16" and self.state_dtype != "fp32":
             raise ConfigError(f'state_dtype={self.state_dtype!r} goes with dtype="bf16", not {self.dtype!r}')
+
+    def _check_ranks(self) -> None:
+        if self.ranks % self.local_ranks:
+            raise ConfigError(
+                f"{self.ranks} ranks, {self.local_ranks} on each machine: expected a whole number of machines"
+            )
+        if self.ranks % self.expert_parallel:
+            raise ConfigError(
+                f"{self.ranks} ranks, {self.expert_parallel} that divide experts: expected a whole number of "
+                "such groups"
+            )
 
     def _check_activations(self) -> None:
         if self.method.offload not in (None, "host", "nvme"):
@@ -101,6 +111,10 @@ class Setting:
                 "offload_activations and tiles of the batch need blocks that are recomputed: with activation "
                 "checkpointing, or neither of them"
             )
+
+    def holders(self, part: UnitOutline) -> int:
+        """Return how many ranks have a share of a unit that this one has, too."""
+        return self.ranks // self.expert_parallel if part.divided else self.ranks
 
     @property
     def rank_host_nbytes(self) -> int:
@@ -214,6 +228,8 @@ class _Sizes:
     """Bytes of these at the end of a step, as kept in host memory."""
     shares: tuple[float, ...]
     """Of the steps, that use each unit."""
+    holders: tuple[int, ...]
+    """Ranks that have shares of each unit."""
 
     def field(self, unit: int, name: str, tile_numel: int) -> int:
         """Bytes of a field in its extent."""
@@ -228,19 +244,22 @@ def _sizes(outline: Outline, setting: Setting) -> _Sizes:
     schema = RecordSchema(setting.state_dtype, setting.dtype)
     align, wide = schema.align_numel, 4 if setting.micro_batches > 1 else schema.width
     moves = [part.trainable and not part.idle for part in outline.parts]
+    holders = tuple(setting.holders(part) for part in outline.parts)
     numels = tuple(
-        -(-part.numel // setting.ranks) if moving else 0
-        for part, moving in zip(outline.parts, moves, strict=True)
+        -(-part.numel // count) if moving else 0
+        for part, moving, count in zip(outline.parts, moves, holders, strict=True)
     )
     wholes = [lay_out([("", shape) for shape in part.shapes], align).numel for part in outline.parts]
     resident = [0 if part.idle else whole for part, whole in zip(outline.parts, wholes, strict=True)]
+    here = [0 if part.elsewhere else whole for part, whole in zip(outline.parts, wholes, strict=True)]
     return _Sizes(
         schema,
-        tuple(round_up(-(-whole // setting.ranks), align) for whole in wholes),
+        tuple(round_up(-(-whole // count), align) for whole, count in zip(here, holders, strict=True)),
         tuple(schema.width * whole for whole in resident),
         numels,
         tuple(wide * numel for numel in numels),
         tuple(part.share for part in outline.parts),
+        holders,
     )
 
 
@@ -502,7 +521,7 @@ def _moves(
             state_nbytes=sum(away.values()) - away.get("hi", 0),
             state_fields=len(away.keys() - {"hi"}),
             waiting_nbytes=0 if in_place else sizes.resident[unit],
-            gathered_nbytes=sizes.resident[unit] * (setting.ranks - 1) // setting.ranks,
+            gathered_nbytes=sizes.resident[unit] * (sizes.holders[unit] - 1) // sizes.holders[unit],
             in_place=in_place,
             trainable=part.trainable and not _is_record(sizes, placement, unit),
             width=sizes.schema.width,

@@ -116,6 +116,12 @@ class Frequencies:
         """Return the uses expected per step; 0 before the first step ends, as all of these."""
         return self._uses.of(unit)
 
+    def uses_with_another(self, unit: int, less: float) -> float:
+        """Return the uses that will be expected when a step is over that uses a unit once more, and each of
+        its uses counts so much `less`.
+        """
+        return self._uses.with_another(unit, 1 - less)
+
     def share_of_steps(self, unit: int) -> float:
         """Return the share of steps that are expected to use a unit at all."""
         return self._touched.of(unit)
@@ -170,6 +176,11 @@ class _Followed:
 
     def of(self, index: int) -> float:
         return float(self._all.sum[index] / self._all.weight[index]) if self.steps else 0.0
+
+    def with_another(self, index: int, count: float) -> float:
+        decay = self._all.decay
+        weight = float(self._all.weight[index]) * decay + 1
+        return float((self._all.sum[index] * decay + count) / weight)
 
     def changed(self) -> NDArray[np.bool_] | None:
         """Return of which units the share of steps that use them is another; None where the pattern is what

@@ -35,6 +35,12 @@ class UnitOutline:
     """Whether no token of a step is routed to it: it is stored, and nothing of it moves."""
     share: float = 1.0
     """The share of the steps that use it; below 1 for a slice: in another step, others are used."""
+    divided: bool = False
+    """Whether ranks divide it among them with others of its kind: experts, with expert_parallel. One that is
+    divided and idle may be another rank's: see `elsewhere`.
+    """
+    elsewhere: bool = False
+    """Whether another rank has it, and this one nothing of it."""
     in_tiles: bool = False
     """Whether it is a tile of a larger weight, and is cut no further."""
 

@@ -315,6 +315,25 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
             self._idle.pop(unit, None)
         self.fetch_owed()
 
+    def fetches_any(self, units: Iterable[_UnitT]) -> bool:
+        """Whether a use of any of these routed units would have to fetch it."""
+        return any(one.residence.fetch is None and not one.in_place for one in units)
+
+    def foresee(
+        self, units: Iterable[_UnitT], room_nbytes: int, before: Iterable[Callable[[_UnitT], None]]
+    ) -> None:
+        """Begin to fetch routed units that may be used next, behind those that are announced: at most
+        `room_nbytes`, which others may have again. before: called with each that is fetched.
+        """
+        for unit in units:
+            room_nbytes -= unit.window_nbytes
+            if unit.residence.fetch is not None or self._announced or room_nbytes < 0:
+                continue
+            for call in before:
+                call(unit)
+            if self._begin_owed(unit) and unit.residence.waits:
+                self._idle[unit] = None
+
     def make_resident(self, unit: _UnitT) -> None:
         """Return when `unit` holds its current values on the device. It stays until it is released."""
         residence = unit.residence

@@ -32,11 +32,20 @@ class Changes:
         """Of parameters that lie in `record`, and are not attached."""
         self.editors = 0
         """How many `gathered(..., write=True)` are under way: changes are kept."""
-        self._parameters = parameters
+        self.parameters = parameters
         self._record = record
         self._views: list[torch.Tensor] = []
         self._versions: list[int] = []
+        self._left: list[int] = []
+        self._shared: frozenset[int] = frozenset()
+        """Parameters whose version others raise, too."""
         self._digests: dict[int, int] = {}
+
+    def note_shared(self) -> None:
+        """All versions were raised once since `left`."""
+        raised = [one._version - before for one, before in zip(self.parameters, self._left, strict=True)]
+        self._shared = frozenset(index for index, times in enumerate(raised) if times != 1)
+        self._left = []
 
     def begin_edit(self) -> None:
         """Changes are kept from now on, until as many `end_edit`s."""
@@ -48,8 +57,8 @@ class Changes:
 
     def begin(self, views: list[torch.Tensor]) -> None:
         """The parameters are attached to `views`."""
-        self._views = views
-        self._versions = list(map(_version, self._parameters))
+        self._views, self._left = views, []
+        self._versions = list(map(_version, self.parameters))
 
     def end(self) -> None:
         """The parameters are released."""
@@ -57,9 +66,28 @@ class Changes:
         if self._digests:
             self._digests = {}
 
+    def left(self) -> None:
+        """From now on, the parameters being released, nobody changes them."""
+        self._left = [parameter._version for parameter in self.parameters]
+
+    def stepped(self, index: int) -> None:
+        """A step of its optimizer has raised the version of a parameter, so that graphs of before end."""
+        if self._left:
+            self._left[index] += 1
+
+    def found_since(self) -> str | None:
+        """Return the name of a parameter whose version has changed since it was released, as by a view that
+        was kept; None if none has, or once this was asked.
+        """
+        for index, version in enumerate(self._left):
+            if self.parameters[index]._version != version and index not in self._shared:
+                self.left()
+                return self._record.unit_layout.segments[index].name
+        return None
+
     def mark(self) -> None:
         """From now on count changes from the present values."""
-        self._versions = list(map(_version, self._parameters))
+        self._versions = list(map(_version, self.parameters))
         self._digests = {index: self._digest(index) for index in self._digests}
 
     def found(self) -> str | None:
@@ -78,12 +106,12 @@ class Changes:
         """Whether `_changed` has to look. Asked at each use, and so without a call of Python's for each
         parameter.
         """
-        if self._digests or self._versions != list(map(_version, self._parameters)):
+        if self._digests or self._versions != list(map(_version, self.parameters)):
             return True
-        return not all(map(torch.Tensor.is_set_to, self._parameters, self._views))
+        return not all(map(torch.Tensor.is_set_to, self.parameters, self._views))
 
     def _changed(self) -> int | None:
-        for index, parameter in enumerate(self._parameters):
+        for index, parameter in enumerate(self.parameters):
             if parameter._version != self._versions[index] or not parameter.is_set_to(self._views[index]):
                 return index
         for index, one in self._digests.items():
@@ -96,12 +124,12 @@ class Changes:
 
         Raises: UnsupportedError.
         """
-        for index, parameter in enumerate(self._parameters):
+        for index, parameter in enumerate(self.parameters):
             self._check_form(index, parameter)
 
     def watch_all(self) -> None:
         """Compare the content of all parameters when they are released."""
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             self.watch(parameter)
 
     def watch(self, parameter: nn.Parameter) -> None:
@@ -118,7 +146,7 @@ class Changes:
         self._check_form(index, values)
 
     def _index(self, parameter: nn.Parameter) -> int:
-        return next(index for index, one in enumerate(self._parameters) if one is parameter)
+        return next(index for index, one in enumerate(self.parameters) if one is parameter)
 
     def _digest(self, index: int) -> int:
         return xxhash.xxh3_64_intdigest(as_bytes(self._views[index]))
@@ -136,10 +164,31 @@ class Changes:
             )
 
 
+def tell_versions_apart(every: Sequence[Changes]) -> None:
+    """Find out which parameters, of a whole model, have one version together, as those have that were made
+    of parts of one tensor: what changes one of them is not known to have changed another.
+    """
+    for one in every:
+        one.left()
+    parameters = [parameter for one in every for parameter in one.parameters]
+    torch.autograd.graph.increment_version(parameters)
+    for one in every:
+        one.note_shared()
+
+
 def would_be_lost(name: str) -> str:
     """Return the error text for a change of the parameter `name` where changes are not kept."""
     return (
         f"{name} was changed in place, through .data or as a NumPy array, inside a forward or backward; the "
         "change would be lost. Change parameters between steps, inside `with infinity.gathered(module, "
         "write=True):`, or run this very call of the model inside it: what the forward changes is kept then."
+    )
+
+
+def came_too_late(name: str) -> str:
+    """Return the error text for a change of the parameter `name`, which was released, by a view of it."""
+    return (
+        f"{name} was changed in place by a view of it (as {name}[3], or its detach()) that was kept from a "
+        "forward, backward or gathered(): its values have left that memory, and the change is lost. Change "
+        "parameters between steps, inside `with infinity.gathered(module, write=True):`."
     )

@@ -8,8 +8,9 @@ nothing of what that is worth.
 
 [Note: free room]
 How often a slice is used shows slowly, and the placement is decided seldom. Where host memory has room that
-nothing is placed in and gradients do not need, a slice takes it with its first fetch, as caches do: it would
-be written back otherwise, so that costs nothing, and what is used more often takes its place later.
+nothing is placed in and gradients do not need, a slice takes it with its next fetch, as caches do: it would
+be written back otherwise, so that costs nothing. What that room is worth, and which slices leave between
+steps, or rounds, to make some, is decided by `Admission`. In rounds nothing but `hi` is read, and comes.
 
 [Note: packed weights]
 What is packed in a checkpoint's files stays packed in host memory, unless all fields of all units fit there
@@ -28,6 +29,7 @@ from types import MappingProxyType
 
 from infinity.lane.lane import StreamLane
 from infinity.lane.passes import LeavePass
+from infinity.planning.admission import Admission
 from infinity.planning.frequency import Frequencies
 from infinity.planning.placement import (
     REVISED_EVERY,
@@ -87,6 +89,10 @@ class Pins:
         self._to_host: deque[Move] = deque()
         self._admitted: dict[Key, Tier] = {}
         """What has taken free room since the placement was decided."""
+        self._slices: set[int] = set()
+        """Units that have asked for some."""
+        self._admission = Admission(frequencies)
+        self._admission_in_rounds: Admission | None = None
         self._steps = 0
         self._rounds = 0
         self._packs = False
@@ -102,29 +108,58 @@ class Pins:
         held = self._kept.peak_nbytes - self._pinned_nbytes() if self._steps == 1 else self._in_use_nbytes()
         self._gradient_nbytes = max(self._gradient_nbytes, held)
         if self._steps % REVISED_EVERY == 1 or self._frequencies.unsettled or self._rounds:
-            budget = self._budget(self._gradient_nbytes)
+            budget = self._budget(self._gradient_nbytes, self._admission.reserve_nbytes)
             self._decide_packing(budget.host_nbytes - self._gradient_nbytes)
             self._revise(revise(self._placement, list(self._candidates(self._frequencies)), budget))
         self._rounds = 0
+        self._make_reserve(self._admission)
         self._set_targets()
         self._lodge(moves=True)
 
     def admit(self, unit: Unit) -> None:
         """Let a slice that is about to be fetched have free room: see [Note: free room]."""
         record, placed = unit.record, self._placement
-        if self._nvme is self._host or record.in_files is not None or self._to_host or not self._steps:
+        if self._nvme is self._host or record.packed_nbytes is not None or self._to_host:
             return
-        keys = [(unit.index, name) for name in record.fields if not record.in_host(name)]
+        if unit.residence.fetch is not None:
+            return  # it waits where it computes: nothing is fetched
+        self._slices.add(unit.index)
+        admission = self._admission_in_rounds if self._rounds else self._admission
+        lasts = self._steps and record.in_files is None  # what is trained leaves its checkpoint's files
+        if admission is None or not (self._rounds or lasts):
+            return
+        names = ("hi",) if self._rounds else record.fields
+        keys = [(unit.index, name) for name in names if not record.in_host(name)]
         keys = [key for key in keys if key not in placed and key not in self._admitted]
         nbytes = sum(record.field_nbytes(name) for _, name in keys)
-        of_gradients = max(0, self._gradient_nbytes - self._in_use_nbytes())
-        if not nbytes or nbytes > self._kept.free_nbytes - self._kept.aside_nbytes - of_gradients:
-            return
+        if nbytes and admission.wants(unit.index, nbytes) and nbytes <= self._free_nbytes():
+            self._take(record, keys)
+
+    def _free_nbytes(self) -> int:
+        """Bytes that nothing has, or is to have."""
+        of_gradients = 0 if self._rounds else max(0, self._gradient_nbytes - self._in_use_nbytes())
+        return self._kept.free_nbytes - self._kept.aside_nbytes - of_gradients
+
+    def _take(self, record: Record, keys: Sequence[Key]) -> None:
         for key in keys:
             self._admitted[key] = "host"
             size = record.field_nbytes(key[1])
             self._kept.set_aside(size)
             record.targets[key[1]] = self._host.allocate_promised(size)
+
+    def _make_reserve(self, admission: Admission) -> None:
+        """Have those slices leave that are used least, as far as newcomers need room: see admission."""
+        if not admission.is_asked:
+            return
+        placed: dict[int, int] = {}
+        fields = [key for key, tier in self._placement.items() if tier == "host" and key[0] in self._slices]
+        for unit, name in fields:
+            placed[unit] = placed.get(unit, 0) + self._units[unit].record.field_nbytes(name)
+        leaving = set(admission.close_step(placed, max(0, self._free_nbytes())))
+        gone = [key for key in fields if key[0] in leaving]
+        nbytes_of = {key: self._units[key[0]].record.field_nbytes(key[1]) for key in gone}
+        self._leave([Move(*key, nbytes, "host", "nvme") for key, nbytes in nbytes_of.items()])
+        self._drop(nbytes_of.keys())
 
     def _place_admitted(self) -> None:
         if self._admitted:
@@ -158,16 +193,20 @@ class Pins:
         """
         self._forget_own()
         self._rounds += 1
+        if self._admission_in_rounds is None:
+            self._admission_in_rounds = Admission(expected)
         if self._rounds & (self._rounds - 1) == 0 or expected.unsettled:
             records = {unit.index for unit in self._units if self._is_whole(unit)}
             taken = self._tier.records_nbytes([self._units[one] for one in records]) if self._tier else 0
-            budget = self._budget(0, self._in_use_nbytes(), taken)
+            reserve = self._admission_in_rounds.reserve_nbytes
+            budget = self._budget(0, self._in_use_nbytes() + reserve, taken)
             self._decide_packing(budget.host_nbytes)
             fixed = {key: tier for key, tier in self._placement.items() if key[0] in records}
             old = {key: tier for key, tier in self._placement.items() if key[0] not in records}
             candidates = [one for one in self._candidates(expected) if one.unit not in records]
-            placed = [replace(one, whole=False) for one in candidates]
+            placed = [replace(one, whole=False) if one.whole else one for one in candidates]
             self._revise(revise(old, placed, budget, horizon_steps=2 * self._rounds), fixed)
+        self._make_reserve(self._admission_in_rounds)
         self._set_targets()
         self._lodge(moves=False)
 

@@ -5,7 +5,6 @@ why, is in planning/residence.py.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Protocol
@@ -26,13 +25,11 @@ from infinity.planning.residence import Residency
 from infinity.planning.trace import Phase, Use
 from infinity.storage.memory import Ledger
 from infinity.timeline import Timeline
-from infinity.units.changes import COMPARED_EVERY, would_be_lost
+from infinity.units.changes import COMPARED_EVERY, came_too_late, would_be_lost
 from infinity.units.device_updates import DeviceUpdates, bring_down
 from infinity.units.meeting import MeetingOfRanks
+from infinity.units.routed_layers import RoutedLayers
 from infinity.units.unit import Unit
-
-_LAYERS = 1 << 12
-"""Announcements of a forward that are remembered for its backward."""
 
 
 class Assembler(MatrixOwners, Protocol):
@@ -91,8 +88,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         self._meeting: MeetingOfRanks | None = None
         self.before_routed_fetch: list[Callable[[Unit], None]] = []
         """Called with each routed unit that a forward is about to fetch."""
-        self._layers: deque[list[Unit]] = deque(maxlen=_LAYERS)
-        """Routed units as they were announced in forwards that a backward may follow."""
+        self._layers = RoutedLayers()
         self._routed_uses = 0
 
     def open(
@@ -135,7 +131,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         self._meeting = meeting
 
     def meet(self) -> None:
-        """Return when every rank is about to do what all do; at once, where ranks do not meet."""
+        """Return when every rank is about to do what all do."""
         if self._meeting is not None:
             self._meeting.before(None)
 
@@ -305,9 +301,10 @@ class UnitResidency(Residency[Unit, UpdatePass]):
             self._attach(unit)
         unit.residence.use()
 
-    def _attach(self, unit: Unit) -> None:
-        unit.attach()
-        if self._on_host and unit.residence.uses % COMPARED_EVERY == 1:
+    def _attach(self, unit: Unit, *, aside: bool = False) -> None:
+        self._refuse_late_change(unit)
+        unit.attach(aside=aside)
+        if self._on_host and not aside and unit.residence.uses % COMPARED_EVERY == 1:
             unit.changes.watch_all()
 
     def are_here(self, units: Iterable[Unit]) -> bool:
@@ -333,14 +330,19 @@ class UnitResidency(Residency[Unit, UpdatePass]):
             self._attach(unit)
         unit.residence.use()
 
-    def _refuse_change(self, unit: Unit, name: str) -> None:
-        """Note that a forward or backward has changed the parameter `name`, for `raise_refused`. The lane
-        fails at once where the parameter lies in place, since it is changed for good and its master is not,
-        and on several ranks, since the others have to be told.
+    def _refuse_change(self, unit: Unit, why: str) -> None:
+        """Note that a parameter was changed where it may not be, for `raise_refused`. The lane fails at once
+        where the parameter lies in place, since it is changed for good and its master is not, and on several
+        ranks, since the others have to be told.
         """
-        self.refused = self.refused or UnsupportedError(would_be_lost(name))
+        self.refused = self.refused or UnsupportedError(why)
         if unit.resident_in_place or self._assembler is not None:
             self._lane.fail(self.refused)
+
+    def _refuse_late_change(self, unit: Unit) -> bool:
+        if (name := unit.changes.found_since()) is not None:
+            self._refuse_change(unit, came_too_late(name))
+        return name is not None
 
     def raise_refused(self) -> None:
         """See that no unit that was released since the last call had a changed parameter.
@@ -364,7 +366,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
             unit.make_private()
             if not unit.record.holders.are_all and self._assembler is not None:
                 self._lane.wait(self._assembler.spread(unit))
-            unit.attach(aside=True)
+            self._attach(unit, aside=True)
         unit.residence.use()
 
     def _use(self, unit: Unit, phase: Phase) -> None:
@@ -396,8 +398,8 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         if unit in self._announced:
             self._announced.remove(unit)
         forward = phase is Phase.FORWARD
-        if not forward and self._layers:
-            self._foresee(unit)
+        if not forward and (needed := self._layers.needed_with(unit)):
+            self.announce(needed)
         chosen = self._meeting is not None and unit in self._meeting.chosen
         self.use(unit, (), keep=forward and not chosen)
 
@@ -406,21 +408,11 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         use them once more.
         """
         if again and phase is Phase.FORWARD:
-            self._layers.append(units)
+            self._layers.announced(units)
         for call in self.before_routed_fetch if phase is Phase.FORWARD else ():
             for unit in units:
                 call(unit)
         self.announce(units)
-
-    def _foresee(self, unit: Unit) -> None:
-        """In a backward, announce the other units of a layer whose first is used, and of the layer before."""
-        if not any(unit in layer for layer in self._layers):
-            return
-        while unit not in self._layers[-1]:
-            self._layers.pop()
-        layer = self._layers.pop()
-        before = self._layers[-1] if self._layers else []
-        self.announce([*(one for one in reversed(layer) if one is not unit), *reversed(before)])
 
     def drop(self, unit: Unit) -> None:
         """End one `hold`; the last one releases the unit, or keeps it waiting where the plan says so."""
@@ -429,7 +421,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         if self._timeline.recording:
             self._timeline.span("compute", unit.name, unit.residence.began_s, time.perf_counter())
         if (name := unit.changed()) is not None:
-            self._refuse_change(unit, name)
+            self._refuse_change(unit, would_be_lost(name))
         unit.detach()
         self.release(unit)
 
@@ -495,7 +487,12 @@ class UnitResidency(Residency[Unit, UpdatePass]):
     # Steps
 
     def flush(self, unit: Unit) -> None:
-        """Apply a unit's pending updates now, whether or not it is needed."""
+        """Apply a unit's pending updates now, whether or not it is needed.
+
+        Raises: UnsupportedError where a view has changed a parameter since it was released.
+        """
+        if self._refuse_late_change(unit):
+            self.raise_refused()
         if not unit.pending:
             return
         residence = unit.residence

@@ -67,6 +67,8 @@ class Unit:
         self.parameters = parameters
         self.record = record
         self.base = base
+        self.resident_nbytes = record.schema.width * record.unit_layout.numel
+        """Bytes on the device while resident."""
         self.flat = torch.empty(0, dtype=compute_dtype(record.schema), device="cpu")
         """`hi` in the memory that computes, while the unit is resident; else without elements."""
         self.storage_key = int(self.flat.untyped_storage()._cdata)
@@ -109,11 +111,6 @@ class Unit:
     def part_of_rank(self) -> torch.Tensor:
         """This rank's share of `flat`."""
         return self.flat[self.base : self.base + self.record.shard.numel]
-
-    @property
-    def resident_nbytes(self) -> int:
-        """Bytes on the device while resident."""
-        return self.record.schema.width * self.layout.numel
 
     @property
     def trainable(self) -> bool:
@@ -316,6 +313,7 @@ class Unit:
             self._abandoned = [storage for storage in self._abandoned if not storage.expired()]
         if saved and self.shares() == self._own_shares and not self._abandoned:
             torch.autograd.graph.increment_version([self.parameters[index] for index in saved])
+        self.changes.left()
 
     def saved(self) -> list[int]:
         """Return the parameters that graphs hold themselves, and read again, not views of their values."""

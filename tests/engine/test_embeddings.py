@@ -449,14 +449,16 @@ def test_an_edit_inside_a_look_is_kept_and_seen_by_it(folder):
 def test_a_view_of_the_weight_that_outlives_its_memory_is_an_error(folder):
     ours, _ = models_of(folder)
     kept = []
-    outlived = pytest.raises(infinity.NotResidentError, match="an embedding: a tensor that shares memory")
+    outlived = pytest.raises(
+        infinity.NotResidentError, match="an embedding, or a stack of experts: a tensor that shares memory"
+    )
     with outlived, infinity.gathered(ours, write=True):
         kept.append(ours.embed.weight.data[5:7])
 
 
 def test_memory_for_the_whole_weight_that_is_not_there_is_an_error(folder, monkeypatch):
     ours, _ = models_of(folder)
-    refused = pytest.raises(infinity.HostMemoryError, match="an embedding's weight as a whole")
+    refused = pytest.raises(infinity.HostMemoryError, match="a weight in blocks of rows")
     with refused, infinity.gathered(ours):
         monkeypatch.setattr(machine_memory, "available_nbytes", lambda: 1)
         ours.embed.weight.float()

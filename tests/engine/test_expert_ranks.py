@@ -80,7 +80,9 @@ def test_ranks_that_divide_experts_train_bit_for_bit_as_their_emulation_in_one_p
 
 def test_a_step_sends_the_bytes_of_the_formula_and_gathers_no_expert(answers):
     given = answers(2, "traffic")
-    assert sum(one["tokens"] for one in given) == given[0]["expected of all"]
+    assert sum(one["tokens"] for one in given) == given[0]["expected of all"] == given[0]["planned of all"]
+    for one in given:
+        assert one["numel"] == pytest.approx(one["planned numel"], rel=0.01)
     assert all(one["gathered"] <= one["at most"] for one in given)
     held = [one["held"] for one in given]
     assert sum(one != other for one, other in zip(*held, strict=True)) == 16  # each expert is on one rank

@@ -245,6 +245,45 @@ def test_a_stack_of_another_module_is_refused_by_name_and_a_module_in_two_places
     models.assert_same_state(ours, optimizer, plain, reference)
 
 
+EDITS = {
+    "a row": lambda stack: stack[3].mul_(2),
+    "rows": lambda stack: stack[2:5].mul_(2),
+    "an item": lambda stack: stack.__setitem__((slice(None), 0), 1.0),
+    "each": lambda stack: [one.neg_() for one in stack.unbind()],
+    "a mask": lambda stack: stack.__setitem__(torch.arange(12) % 2 == 0, 0.5),
+}
+
+
+def test_slices_of_a_stack_are_edited_in_gathered_as_in_plain_pytorch_and_nowhere_else(folder):
+    plain = models.prepared_of_experts("mixtral")
+    with Init(nvme=folder, host_memory="2MiB"):
+        ours = models.of_experts("mixtral")
+    stack, expected = (one.model.layers[0].mlp.experts.down_proj for one in (ours, plain))
+    for name, edit in EDITS.items():
+        with torch.no_grad():
+            edit(expected)
+            with pytest.raises(infinity.NotResidentError, match=r"down_proj.* is not resident"):
+                edit(stack)
+            with infinity.gathered(ours, write=True):
+                edit(stack)
+        found = ours.state_dict()["model.layers.0.mlp.experts.down_proj"]
+        assert torch.equal(found, expected), name
+
+
+def test_a_slice_of_a_stack_that_a_forward_changes_is_an_error_that_names_it(folder):
+    with Init(nvme=folder, host_memory="2MiB"):
+        model = models.of_experts("mixtral")
+    layer = model.model.layers[0]
+
+    def hook(*_):
+        with torch.no_grad():
+            layer.mlp.experts.down_proj[2:5].mul_(2)
+
+    layer.register_forward_hook(hook)
+    with pytest.raises(infinity.UnsupportedError, match="would change a copy of the down_proj of experts"):
+        model(input_ids=ids_of(0))
+
+
 @pytest.mark.parametrize(("width", "experts", "tiles"), [(32, 4, []), (64, 24, [6, 6])])
 def test_small_experts_share_a_slice_and_a_small_stack_stays_whole(folder, width, experts, tiles):
     with Init(nvme=folder, host_memory="4MiB"):

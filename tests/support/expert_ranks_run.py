@@ -33,7 +33,12 @@ from expert_emulation import (
     frozen,
     mixtral,
 )
+from infinity.bench.planning.cuts import in_slices
+from infinity.bench.planning.sketch import outline_of_content
 from infinity.engine.engine import engine_of_model
+from infinity.planning.activations import Method
+from infinity.planning.demand import Setting, demand
+from infinity.planning.expert_tokens import token_traffic
 from infinity.sequences.parallel import sequences_of
 from infinity.tensors import digest
 
@@ -310,7 +315,14 @@ def traffic():
     tokens = sum(batches(rank, 1).numel() for rank in range(WORLD))
     dense = [unit for unit in engine_of_model(model).units if ".experts." not in unit.name]
     each = 4 * (2 * HIDDEN + 1)  # a row there and back, and its weight
+    outline, _ = in_slices(outline_of_content("ours", model.config.to_dict()), tokens, 2)
+    method = Method(tokens, tokens, checkpointing=False)  # of all ranks
+    setting = Setting(64 << 20, dtype="fp32", ranks=WORLD, expert_parallel=2, method=method)
+    planned = demand(outline, setting)
     return {
+        "planned of all": token_traffic(outline, setting).nbytes + 2 * LAYERS * TOP * tokens * 4,
+        "numel": sum(unit.record.shard.numel for unit in engine_of_model(model).units),
+        "planned numel": sum(one.numel for one in planned.units),
         "tokens": moved["tokens"],
         "expected of all": 2 * LAYERS * TOP * tokens * each,
         "gathered": moved["gather"],

@@ -270,6 +270,60 @@ def test_a_view_kept_from_before_gathered_keeps_its_values(folder):
     assert changed(model) == []
 
 
+LATER = {
+    "the next step": one_step,
+    "an evaluation": lambda model, optimizer: torch.no_grad()(value)(model),
+    "state_dict": lambda model, optimizer: model.state_dict(),
+    "gathered": lambda model, optimizer: gather(model),
+}
+
+
+def gather(model):
+    with infinity.gathered(model):
+        pass
+
+
+@pytest.mark.parametrize("later", LATER.values(), ids=LATER)
+def test_a_view_that_was_kept_and_is_changed_later_is_an_error_that_names_the_parameter(nvme, later):
+    model = offloaded(lambda: nn.Sequential(Kept(), Kept()), nvme)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        one_step(model, optimizer)
+    later(model, optimizer)
+    with torch.no_grad():
+        model[1].view[3].mul_(2)
+    with pytest.raises(infinity.UnsupportedError, match=r"1\.weight was changed in place by a view of it"):
+        later(model, optimizer)
+
+
+class Halves(nn.Module):
+    """Two parameters that are parts of one tensor, whose version torch has for both."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = map(nn.Parameter, torch.randn(128, 64).split(64))
+
+    def forward(self, x):
+        return x @ self.up @ self.down * 0.1
+
+
+def test_parameters_that_have_one_version_train(nvme):
+    losses = []
+    for build, kind in ((offloaded, infinity.AdamW), (in_memory, ReferenceAdamW)):
+        model = build(Halves) if build is in_memory else build(Halves, nvme)
+        optimizer = kind(model.parameters(), lr=1e-2)
+        losses.append([])
+        for _ in range(3):
+            losses[-1].append(value(model).item())
+            one_step(model, optimizer)
+    assert losses[0] == losses[1]
+
+
+def in_memory(build):
+    torch.manual_seed(0)
+    return prepare(build())
+
+
 def test_a_pinned_record_is_worked_on_inline_again_after_a_gradient_was_spilled(folder):
     model = models.build("llama", nvme=str(folder), host_memory="64MiB").train()
     optimizer, engine = infinity.AdamW(model.parameters(), lr=1e-2), engine_of_model(model)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from infinity.planning.outline import trace_of
 from infinity.planning.simulator import Disk, Rates
 
 RATES = ["--nvme-read", "2", "--nvme-write", "1", "--nvme-mixed", "1.5", "--compute", "1"]
+EXPERTS = ["check", "--model", str(Path(__file__).parents[2] / "planning/configs/mixtral-8x7b.json")]
 KERNELS = Rates(Disk(1.0, 1.0, 1.0), update=1e9, checked=1e10, copied=1e10)
 
 
@@ -205,6 +207,10 @@ def test_a_folder_whose_disk_was_not_measured_asks_for_its_rates(tmp_path, monke
         (["check", "--model", "1m", "--update", "backward", "--micro-batches", "2"], "2 micro-batches"),
         (["check", "--model", "1m", "--nvme-read", "2"], "give all three"),
         (["sweep", "ranks=1,2", "ranks=4"], "each key once"),
+        (["check", "--model", "1m", "--ranks", "2", "--expert-parallel", "2"], "1m has no experts in stacks"),
+        ([*EXPERTS, "--ranks", "6", "--expert-parallel", "4"], "Of 6 ranks, 1, 2, 3, 6 may divide"),
+        ([*EXPERTS, "--ranks", "16", "--expert-parallel", "16"], "Of 8 experts, 1, 2, 4, 8 ranks may"),
+        ([*EXPERTS, "--ranks", "2", "--expert-parallel", "2", "--gpu", "h200"], "compute on CPUs"),
         (["compare", "/dev/null"], "not what `infinity bench step --json` writes"),
     ],
 )

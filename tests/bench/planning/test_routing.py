@@ -67,15 +67,15 @@ def test_placement_by_frequency_keeps_the_hot_experts_of_a_skewed_trace():
     assert row["Infinity hits"] == ours(run, 8).hit_rate
 
 
-@pytest.mark.parametrize("kind", TRACES[:4], ids=lambda kind: kind.name)
-def test_placement_has_about_the_hits_of_the_better_cache_where_routing_does_not_change_at_once(kind):
-    for room in (16, 64):
+@pytest.mark.parametrize("kind", TRACES, ids=lambda kind: kind.name)
+def test_placement_has_about_the_hits_of_the_better_cache(kind):
+    for room in (16, 32, 64):
         runs = [kind.run(seed, 240, 128, 32) for seed in (0, 1)]
         uses = sum(sum(map(len, run)) for run in runs)
         hits = {
             name: sum(POLICIES[name](run, room).hits for run in runs) for name in ("Infinity", "LRU", "LFU")
         }
-        assert hits["Infinity"] > max(hits["LRU"], hits["LFU"]) - 0.03 * uses
+        assert hits["Infinity"] > max(hits["LRU"], hits["LFU"]) - 0.02 * uses
 
 
 def test_a_small_mixtral_moves_the_bytes_of_the_experts_it_uses(tmp_path):

@@ -1,0 +1,76 @@
+"""Which slices take room in host memory with their use, and which leave it for others. Pure.
+
+[Note: room for newcomers]
+What is used next is known best by what is used now. A cache takes in each slice that is used and gives up
+another at once; here that would be a write to wait for in the middle of a forward. So a reserve is kept free:
+a slice that comes into use takes of it, with the pass that has its record in memory anyway, if it is expected
+to be used more than the one that has a place and is used least. After the step those that are used least
+leave, all together, until the reserve is what newcomers have asked for of late.
+
+A use counts `WAVERING` less than it would, and the reserve is `RESERVED` of what was asked for, and a quarter
+of all that is placed at most: where all slices are used equally often, newcomers are no better than what they
+replace. Simulated (`infinity bench experts`: 128 experts, room for 16, 32 and 64): on each of its traces at
+most 1.8 % of the uses fewer hits than the better of LRU and LFU; 6.7 % where the placement alone decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from infinity.planning.frequency import Frequencies
+
+WAVERING = 0.5
+RESERVED = 0.85
+"""See [Note: room for newcomers]."""
+_KEPT = 0.5
+"""Of what was asked for in earlier steps, each step."""
+
+
+class Admission:
+    """Decides for the slices of one model, whose uses are counted elsewhere."""
+
+    def __init__(self, expected: Frequencies) -> None:
+        """expected: of a step, or of a round."""
+        self._expected = expected
+        self._lowest = 0.0
+        """Uses of the slice that has a place and is used least, as they are expected of a step."""
+        self._asked_nbytes = 0
+        self._average_nbytes, self._weight = 0.0, 0.0
+        self._placed_nbytes = 0
+
+    def wants(self, unit: int, nbytes: int) -> bool:
+        """Whether a slice that is about to be used, and would take so many bytes, is worth a place."""
+        if self._expected.uses_with_another(unit, WAVERING) <= self._lowest:
+            return False
+        self._asked_nbytes += nbytes
+        return True
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether anything has asked for room of late, so that `close_step` has something to do."""
+        return self._asked_nbytes + self._average_nbytes >= 1
+
+    @property
+    def reserve_nbytes(self) -> int:
+        """Bytes to keep free for what comes into use."""
+        if not self._weight:
+            return 0
+        return min(round(RESERVED * self._average_nbytes / self._weight), self._placed_nbytes // 4)
+
+    def close_step(self, placed: Mapping[int, int], free_nbytes: int) -> list[int]:
+        """Return which slices are to leave, now that a step, or a round, was counted. placed: the bytes of
+        each slice that has a place. free_nbytes: what nothing has.
+        """
+        self._average_nbytes = self._average_nbytes * _KEPT + self._asked_nbytes
+        self._weight = self._weight * _KEPT + 1
+        self._asked_nbytes = 0
+        self._placed_nbytes = sum(placed.values()) + free_nbytes
+        if free_nbytes > self._placed_nbytes // 2:
+            self._lowest = 0.0
+            return []
+        least_used, leaving = sorted(placed, key=self._expected.uses), []
+        while least_used and free_nbytes < self.reserve_nbytes:
+            leaving.append(least_used.pop(0))
+            free_nbytes += placed[leaving[-1]]
+        self._lowest = self._expected.uses(least_used[0]) if least_used else 0.0
+        return leaving

@@ -1,0 +1,87 @@
+"""Experts that are fetched because the next layer's router names them ahead: rightly, or for nothing.
+
+Real models on a real disk. Trusted: transformers' models in memory.
+"""
+
+import pytest
+import torch
+
+import models
+from infinity import AdamW, Init, stats
+from infinity.engine import foresight
+from infinity.engine.engine import engine_of_model
+from infinity.engine.foresight import routers_of
+from infinity.tiling import TiledExperts
+
+pytestmark = pytest.mark.disk
+GIVEN = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+IDS = torch.tensor([[3, 5, 7, 9]])
+
+
+def built(folder, name="mixtral", **changes):
+    with Init(nvme=folder, host_memory="512KiB"):
+        return models.of_experts(name, "grouped_mm", **changes)
+
+
+def guesses_of(model):
+    """Return what guesses the layers of a model, in their order."""
+    layers = [one._follower._foresight for one in model.modules() if isinstance(one, TiledExperts)]
+    assert [one.of_next for one in layers[:-1]] == [one.of_this for one in layers[1:]]
+    return [guess for one in layers for guess in one.of_this]
+
+
+@pytest.mark.parametrize("name", models.OF_EXPERTS)
+def test_the_routers_of_transformers_are_found_beside_their_experts(folder, name):
+    model = built(folder, name)
+    experts = [one for one in model.modules() if isinstance(one, TiledExperts)]
+    found = list(routers_of(list(model.named_modules())))
+    assert [one for one, _ in found] == experts != []
+    assert all("Router" in type(router).__name__ for _, router in found)
+    assert len(guesses_of(model)) == len(experts) - 1
+
+
+def test_what_is_guessed_is_fetched_ahead_and_no_token_is_another(folder):
+    plain = models.prepared_of_experts("mixtral", "grouped_mm").eval()
+    model = built(folder).eval()
+    (guess,) = guesses_of(model)
+    assert torch.equal(model.generate(IDS, **GIVEN), plain.generate(IDS, **GIVEN))
+    assert guess.named >= guess.right > 0
+    engine = engine_of_model(model)
+    engine.lane.drain()
+    assert engine.held_nbytes() <= engine.budget.total_nbytes
+
+
+def test_guesses_that_are_wrong_are_made_seldom_and_cost_no_bit(folder, monkeypatch):
+    monkeypatch.setattr(foresight, "LEAST_RIGHT", 1.1)
+    plain = models.prepared_of_experts("mixtral", "grouped_mm").eval()
+    model = built(folder).eval()
+    (guess,), seen = guesses_of(model), []
+    came = guess.came
+    monkeypatch.setattr(guess, "came", lambda units: (seen.append(bool(guess._guessed)), came(units)))
+    given = {**GIVEN, "max_new_tokens": 40}
+    assert torch.equal(model.generate(IDS, **given), plain.generate(IDS, **given))
+    assert seen[0]
+    assert 1 <= sum(seen) <= 1 + len(seen) // foresight.TRIED_EVERY
+
+
+def test_a_router_is_not_seen_by_others_when_it_guesses_and_none_guesses_in_training(folder):
+    model = built(folder)
+    calls = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda *_: calls.append(1))
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    (guess,) = guesses_of(model)
+    assert (len(calls), guess.named) == (2, 0)
+    with torch.no_grad():
+        model(input_ids=IDS)
+    assert len(calls) == 4
+    assert guess.named > 0
+    assert stats(model).rounds == 1
+
+
+def test_where_memory_holds_all_experts_none_is_guessed():
+    with Init(host_memory="64MiB"):
+        model = models.of_experts("mixtral", "grouped_mm")
+    assert guesses_of(model) == []
