@@ -66,8 +66,8 @@ class _UnitPass(Pass):
 
     @property
     def own_memory(self) -> object:
-        """The unit's memory."""
-        return self._flat
+        """The unit's memory, where fields are read to it and written from it."""
+        return self._flat if self._device.is_host else None
 
     def _filled(self) -> int:
         """Return the elements up to the end of the last tile that holds a parameter."""

@@ -165,11 +165,18 @@ class DeviceUpdates:
         """Return the fp64 sum of the squares of each of these gradients, which are on the device. The host
         waits for it once.
         """
-        scratch = self._begin()
-        sums = torch.stack([square_sum(one, scratch) for one in gradients])
-        self._end()
-        found: list[float] = self._device.to_host(sums).tolist()
-        return found
+        scratch, room, nbytes = self._begin(), self._device.room, 8 * len(gradients)
+        taken = room.take(nbytes, "sums of squares of gradients") if room is not None else 0
+        try:
+            sums = torch.empty(len(gradients), dtype=torch.float64, device=gradients[0].device)
+            for gradient, total in zip(gradients, sums, strict=True):
+                square_sum(gradient, scratch, total)
+            self._end()
+            found: list[float] = self._device.to_host(sums, ours=False).tolist()
+            return found
+        finally:
+            if room is not None:
+                room.give_back(taken)
 
 
 def _of_zeros(steps: Iterable[tuple[Any, int]]) -> list[tuple[None, Any]]:
