@@ -212,7 +212,7 @@ class Boundary:
 
     @property
     def _numel(self) -> int:
-        """Elements, of 16 bits, of the memory that it comes back to: whole blocks where a disk reads to it."""
+        """Elements, of 16 bits, of the memory that it comes back to: whole blocks if a disk reads to it."""
         if self._record is not None and self._all.device.is_host:
             return self._record.shard.numel
         return -(-self._nbytes // ELEMENT_NBYTES)

@@ -38,6 +38,16 @@ class SavePass(Pass):
         self._wide = tile_numel * SLOT_NBYTES_PER_ELEMENT // ELEMENT_NBYTES
         self._over = over
 
+    @property
+    def computes(self) -> bool:
+        """See QueuedPass: it may wait for the tensor."""
+        return True
+
+    @property
+    def ready(self) -> bool:
+        """Whether the tensor has come."""
+        return self._arriving.done
+
     def tiles(self) -> Iterator[tuple[int, int]]:
         """As much as a slot holds at once."""
         return tiles(self.record.shard.numel, self._wide)

@@ -164,7 +164,8 @@ class Engine:
         if self.nvme_store is not None:
             self.nvme_store.keep(pool, self.host_store)
         cpus = choose_cores(self.device)
-        return StreamLane(pool, inline=self.device.is_host, timeline=self.timeline, cpus=cpus)
+        on_host = self.device.is_host
+        return StreamLane(pool, inline=on_host, apart=not on_host, timeline=self.timeline, cpus=cpus)
 
     def _open_partition(self) -> Partition | None:
         if self.ranks.size == 1:

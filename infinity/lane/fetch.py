@@ -172,6 +172,11 @@ class _UpdatingPass(_UnitPass):
                 self._matrices.wait_for(self._owners.orthogonalize(self._matrices))
 
     @property
+    def computes(self) -> bool:
+        """See QueuedPass."""
+        return True
+
+    @property
     def paused(self) -> bool:
         """See QueuedPass."""
         return self._matrices is not None and self._matrices.pauses(self.progress.open_tiles)

@@ -1,6 +1,7 @@
 """The lane that moves records. The disk is faked: transfers complete in random order, and may fail."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -31,11 +32,19 @@ def record_on(disk, numels):
     return record
 
 
-@pytest.fixture(params=[1, 2, 7], ids="slots={}".format)
+@pytest.fixture(params=[(1, False), (2, False), (7, False), (1, True), (5, True)], ids=str)
 def lane(request):
-    lane = StreamLane(Pool(TILE * 16, request.param))
+    """A lane with some slots, and with a worker or without."""
+    slots, apart = request.param
+    lane = StreamLane(Pool(TILE * 16, slots), apart=apart)
     yield lane
     lane.close()
+
+
+class Update(WritePass):
+    """A pass that a worker computes."""
+
+    computes = True
 
 
 def test_what_was_written_is_read_with_any_number_of_slots(lane, seed):
@@ -58,7 +67,8 @@ def test_passes_over_one_record_keep_their_order_even_when_promoted(lane, seed):
     results = []
     for number in range(8):
         for one in (record, other):
-            lane.submit(WritePass(one, TILE, {0: {"master": torch.full((6000,), float(number))}}))
+            kind = WritePass if number % 2 else Update
+            lane.submit(kind(one, TILE, {0: {"master": torch.full((6000,), float(number))}}))
             into = {"master": torch.empty(6000)}
             job = ReadPass(one, 0, TILE, into)
             lane.submit(job, urgent=number % 3 == 0)
@@ -154,17 +164,18 @@ def test_where_all_gradients_are_late_the_oldest_is_waited_for(seed):
 class _Gated:
     """A transfer that is over when its gate is open."""
 
-    began_s, ended_s = 0.0, None
+    ended_s = None
 
     def __init__(self):
-        self.gate = threading.Event()
+        self.gate, self.began_s = threading.Event(), time.perf_counter()
 
     @property
     def done(self):
         return self.gate.is_set()
 
-    def wait(self):
-        assert self.gate.wait(10)
+    def wait(self, timeout_s=None):
+        if not self.gate.wait(timeout_s or 10):
+            raise TimeoutError
 
 
 class _Moving(_Order):
@@ -292,6 +303,154 @@ def test_who_waits_for_a_pass_that_closing_has_dropped_is_told_so(seed):
         lane.wait(job)
     with pytest.raises(EngineFailedError, match="closed"):
         lane.drain()
+
+
+# Beside an accelerator
+
+
+@pytest.fixture
+def two():
+    """A lane with a worker, and four slots."""
+    lane = StreamLane(Pool(TILE * 16, 4), apart=True)
+    yield lane
+    lane.close()
+
+
+class _Computing(_Order):
+    """An update that lasts until its gate is opened; with a tile in a slot."""
+
+    computes = True
+
+    def __init__(self, seed, gate=None, log=None):
+        super().__init__(record_on(FakeDisk(seed), [10]), "update", [] if log is None else log, gate)
+
+    def reads_and_writes(self, start, stop):
+        return (), ("hi",)
+
+
+@pytest.fixture
+def gate():
+    """Opened at the end, whatever a test finds, so that nothing waits for it for long."""
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+def test_a_fetch_and_its_upload_end_while_an_update_is_still_computing(two, gate, seed):
+    record, upload = record_on(FakeDisk(seed), [TILE]), _Gated()
+    two.submit(WritePass(record, TILE, {0: {"master": torch.ones(TILE)}}))
+    update = _Computing(seed, gate)
+    two.submit(update)
+    assert update.begun.wait(10)
+    read = ReadPass(record, 0, TILE, into := {"master": torch.empty(TILE)})
+    moving = _Moving(record_on(FakeDisk(seed), [10]), upload)
+    upload.gate.set()
+    for job in (read, moving):
+        two.submit(job, urgent=True)
+        two.wait(job, finished=True)
+    assert into["master"].tolist() == [1.0] * TILE
+    assert not update.done
+    gate.set()
+    two.wait(update, finished=True)
+
+
+def test_updates_leave_a_slot_to_fetches_however_many_there_are(two, gate, seed):
+    updates = [_Computing(seed + n, gate) for n in range(6)]
+    for job in updates:
+        two.submit(job)
+    assert updates[0].begun.wait(10)
+    record = record_on(FakeDisk(seed), [TILE])
+    for job in (
+        WritePass(record, TILE, {0: {"master": torch.ones(TILE)}}),
+        ReadPass(record, 0, TILE, {"master": torch.empty(TILE)}),
+    ):
+        two.submit(job)
+        two.wait(job)
+    assert not any(job.done for job in updates)
+    gate.set()
+    two.drain()
+
+
+def test_nobody_waits_behind_a_fetch_whose_record_is_being_updated(two, gate, seed):
+    update = _Computing(seed, gate)
+    behind, other = _Order(update.record, "behind", update.log), _Order(in_host(), "other", update.log)
+    for job in (update, behind, other):
+        two.submit(job)
+    two.wait(other)
+    assert update.log == ["other"]
+    gate.set()
+    two.drain()
+    assert update.log == ["other", "update", "behind"]
+
+
+def test_what_was_read_first_is_worked_on_first(two, seed):
+    slow, fast = (record_on(disk, [TILE]) for disk in (FakeDisk(seed), FakeDisk(seed + 1)))
+    for record in (slow, fast):
+        two.submit(WritePass(record, TILE, {0: {"master": torch.ones(TILE)}}))
+    two.drain()
+    opened, began = _Gated(), threading.Event()
+    slow.read, read = lambda *_, **__: (began.set(), opened)[1], slow.read
+    late, soon = (ReadPass(record, 0, TILE, {"master": torch.empty(TILE)}) for record in (slow, fast))
+    late.work = lambda *_: None  # what its transfer stands for was not read
+    two.submit(late)
+    assert began.wait(10)
+    two.submit(soon)
+    two.wait(soon, finished=True)
+    assert not late.done
+    slow.read = read
+    opened.gate.set()
+    two.drain()
+
+
+class _BrokenUpdate(_Computing):
+    def process(self, start, stop, at):
+        raise ArithmeticError("no such number")
+
+
+def test_an_error_in_an_update_reaches_who_waits_for_anything(two, seed):
+    broken = _BrokenUpdate(seed)
+    two.submit(broken)
+    with pytest.raises(ArithmeticError, match="no such number"):
+        two.wait(broken)
+    with pytest.raises(EngineFailedError, match="no such number"):
+        two.submit(_Computing(seed + 1))
+
+
+def test_closing_waits_for_the_update_under_way_and_drops_the_others(seed, gate):
+    before = held()
+    lane = StreamLane(Pool(TILE * 16, 4), apart=True)
+    log = []
+    first, second = _Computing(seed, gate, log), _Computing(seed + 1, gate, log)
+    lane.submit(first)
+    assert first.begun.wait(10)
+    lane.submit(second)
+    threading.Timer(0.05, gate.set).start()
+    lane.close()
+    assert log == ["update"]
+    del first, second, lane
+    assert left_since(before) == []
+
+
+class _Closing(_Computing):
+    """As where the garbage collector ends an engine in the middle of an update."""
+
+    def process(self, start, stop, at):
+        self.lane.close()
+        super().process(start, stop, at)
+
+
+def test_an_update_in_which_its_engine_ends_does_not_wait_for_itself(seed):
+    before = held()
+    lane = StreamLane(Pool(TILE * 16, 4), apart=True)
+    job = _Closing(seed)
+    job.lane = lane
+    lane.submit(job)
+    with pytest.raises(EngineFailedError, match="closed"):
+        lane.wait(job)
+    lane.close()
+    lane._worker._thread.join(10)
+    del job, lane
+    assert left_since(before) == []
 
 
 # Passes without transfers
