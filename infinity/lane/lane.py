@@ -27,6 +27,7 @@ Where the CPU computes, one thread does both: what is read lies where it is used
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -325,12 +326,15 @@ class StreamLane:
             tile = self._next()
             if tile is not None:
                 self._work(tile)
-        elif self._worker is None and self._writing and (not self._writing[0].more or self._has_waited()):
+        elif self._writing and not self._given and (self._ends_by_itself() or self._has_waited()):
             self._reap(block=True)
         else:  # what an accelerator copies may be behind all that computes: other work is not to wait for it
-            self._await_overdue()
             self._rest(_LOOKS_S if self._writing or self._given else 1.0)
         return True
+
+    def _ends_by_itself(self) -> bool:
+        """Whether the oldest tile waits for the drive alone, and there is nothing else to look at."""
+        return self._worker is None and not self._writing[0].more
 
     def _has_waited(self) -> bool:
         """Whether the lane has found nothing to do for _PATIENCE_S, which then begin anew."""
@@ -412,20 +416,16 @@ class StreamLane:
             return None
         return next((one for one in tile.transfers if not one.done), None)
 
-    def _await_overdue(self) -> None:
-        """Wait for the oldest tile's writes where these are overdue: a drive that hangs shows there."""
-        for transfer in self._writing[0].transfers if self._writing else ():
-            if not transfer.done and transfer not in self._writing[0].more and _is_overdue(transfer):
-                transfer.wait()
-
     @staticmethod
     def _look_at(transfer: Transfer) -> None:
-        """Wait a little for a transfer, or for its end where that is overdue."""
-        try:
-            transfer.wait(None if _is_overdue(transfer) else _READS_S)
-        except TimeoutError:
-            if transfer.done:  # it has failed with this
-                raise
+        """Wait a little for a transfer, or for its end where that is overdue. What has failed says so again
+        when it is waited for.
+        """
+        if time.perf_counter() - transfer.began_s > _OVERDUE_S:
+            transfer.wait()
+            return
+        with contextlib.suppress(TimeoutError):
+            transfer.wait(_READS_S)
 
     def _begin(self, job: Pass, start: int, stop: int) -> _Tile:
         """Find memory for the fields of a tile, and begin to read those on NVMe."""
@@ -570,10 +570,6 @@ class StreamLane:
                     transfer.wait()
                 except Exception as error:  # noqa: BLE001
                     logger.debug("after the lane stopped: %s", error)
-
-
-def _is_overdue(transfer: Transfer) -> bool:
-    return time.perf_counter() - transfer.began_s > _OVERDUE_S
 
 
 def _compute(tile: _Tile) -> None:
