@@ -407,6 +407,8 @@ def is_movable(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether a tensor on `device` is one of those that a block begins with, and worth a place elsewhere."""
     if type(tensor) is not torch.Tensor or not tensor.requires_grad or tensor.nbytes < BLOCK:
         return False
+    if tensor.is_neg():  # its memory has other values
+        return False
     whole = tensor.is_floating_point() and tensor.nbytes % ELEMENT_NBYTES == 0 and _is_dense(tensor)
     return whole and tensor.device == device
 

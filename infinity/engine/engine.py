@@ -422,8 +422,13 @@ class Engine:
             self.gradients.staying_nbytes,
             self.gradients.leave_device,
             self._steps_on_device,
+            self._steps_need_scratch,
             self.device.failure_was_handled,
         )
+
+    def _steps_need_scratch(self) -> bool:
+        """Whether any of these steps needs memory for intermediate values there."""
+        return any(optimizer.needs_scratch(self.device.torch_device) for optimizer in self.optimizers)
 
     def _steps_on_device(self) -> bool:
         """Whether every optimizer can make its steps on a device."""

@@ -98,5 +98,7 @@ def test_every_other_dropped_order_is_found_in_a_training():
 
 
 @pytest.mark.slow
-def test_two_ranks_have_the_bits_of_plain_data_parallelism():
-    assert_exact(simulated_ranks.CASES, simulated.results(*simulated_ranks.CASES))
+@pytest.mark.parametrize("delay", simulated_ranks.DELAYS)
+def test_two_ranks_have_the_bits_of_plain_data_parallelism_at_every_delay(delay):
+    names = [name for name in simulated_ranks.CASES if name.endswith(f", {delay}")]
+    assert_exact(names, simulated.results(*names))

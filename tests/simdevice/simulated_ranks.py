@@ -18,14 +18,21 @@ from simulator import Simulator
 
 RANKS = 2
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
-CASES = {
-    f"{RANKS} ranks, stage {stage}, {update}": {"stage": stage, "update": update, "device": device}
+STAGES = {
+    f"stage {stage}, {update}": {"stage": stage, "update": update, "device": device}
     for stage, update, device in (
         (3, "backward", "512KiB"),
         (3, "forward", None),
         (1, "forward", "1536KiB"),
         (2, "backward", "1MiB"),
     )
+}
+DELAYS = {"at once": (0, 0), "0.2 ms": (200, 20), "20 ms": (20_000, 50)}
+"""Of copies and of kernels, in microseconds."""
+CASES = {
+    f"{RANKS} ranks, {name}, {delay}": {**case, "delays": delays}
+    for name, case in STAGES.items()
+    for delay, delays in DELAYS.items()
 }
 _gather, _exchange = Channel.gather, Channel.exchange
 
@@ -87,7 +94,7 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         model = prepare(models.MODELS["llama"](), torch.bfloat16).train()
         activations, plain_pass = plain_uses(model, lambda model: backward(model, 0, "sim"), simulator)
         del model
-        simulator.delay(300, 20, 1 + dist.get_rank(), 50)
+        simulator.delay(*case["delays"], 1 + dist.get_rank(), 50)
         simulator.restart()
         before = simulator.counts()["allocated"]
         ours = models.build(
