@@ -51,15 +51,14 @@ logger = logging.getLogger("infinity")
 
 
 _PATIENCE_S = 0.05
-"""Seconds after which the lane waits for the gradients of the oldest tile, if all wait for some, or for the
-oldest copy, if all that is left are copies of an accelerator: an error of their transfer shows there.
+"""Seconds after which the lane waits for the oldest tile, if all wait for gradients or reads, or for the
+oldest copy, if all that is left are copies of an accelerator: an error of their transfer, or a drive that
+hangs, shows there.
 """
 _LOOKS_S = 0.0005
 """Seconds between looks at what comes from an accelerator, which tells nobody."""
 _READS_S = 0.001
 """Seconds for which the lane waits for one read while others may be over, or an update."""
-_OVERDUE_S = 1.0
-"""Seconds after which it waits for the end of a read or a write, whatever else there is to do."""
 _LEFT_TO_FETCHES = 4
 """One slot in so many is left to passes that do not compute, where there are several."""
 _CLOSE_S = 30.0
@@ -387,16 +386,16 @@ class StreamLane:
             under_way = self._under_way(tile)
             if under_way is None and tile.owner.ready:
                 return self._take_from(index)
-            if under_way is not None:
-                reading = reading or under_way
-            elif late is None:
+            reading = reading or under_way
+            if late is None and (under_way is None or not self._given):
                 late = index
             waiting.add(tile.owner)
         if late is not None and self._has_waited():
             return self._take_from(late)
         now = time.perf_counter()
         if reading is not None:
-            self._look_at(reading)
+            with contextlib.suppress(TimeoutError):  # what has failed says so again when it is waited for
+                reading.wait(_READS_S)
             self.times.spent(read_wait_s=time.perf_counter() - now)
             return None
         with self.lock:
@@ -415,17 +414,6 @@ class StreamLane:
         if self._worker is None:
             return None
         return next((one for one in tile.transfers if not one.done), None)
-
-    @staticmethod
-    def _look_at(transfer: Transfer) -> None:
-        """Wait a little for a transfer, or for its end where that is overdue. What has failed says so again
-        when it is waited for.
-        """
-        if time.perf_counter() - transfer.began_s > _OVERDUE_S:
-            transfer.wait()
-            return
-        with contextlib.suppress(TimeoutError):
-            transfer.wait(_READS_S)
 
     def _begin(self, job: Pass, start: int, stop: int) -> _Tile:
         """Find memory for the fields of a tile, and begin to read those on NVMe."""

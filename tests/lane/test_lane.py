@@ -383,7 +383,8 @@ def test_nobody_waits_behind_a_fetch_whose_record_is_being_updated(two, gate, se
     assert update.log == ["other", "update", "behind"]
 
 
-def test_what_was_read_first_is_worked_on_first(two, seed):
+def test_what_was_read_first_is_worked_on_first(two, seed, monkeypatch):
+    monkeypatch.setattr(lanes, "_PATIENCE_S", 60.0)
     slow, fast = (record_on(disk, [TILE]) for disk in (FakeDisk(seed), FakeDisk(seed + 1)))
     for record in (slow, fast):
         two.submit(WritePass(record, TILE, {0: {"master": torch.ones(TILE)}}))
