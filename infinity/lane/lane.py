@@ -22,7 +22,8 @@ and what is fetched is to be handled, widened and uploaded meanwhile. The lane's
 begins and ends every transfer, owns the slots, and gives the worker tiles whose reads are over, those of a
 pass in their order. It takes the oldest tile whose reads are over, and looks again soon where none are. Those
 that compute leave some slots to the others, and no pass waits behind one whose record another is busy with.
-Where the CPU computes, one thread does both: what is read lies where it is used, and the cores are the same.
+Where the CPU computes, one thread does both: what is read lies where it is used, the cores are the same, and
+on two of them steps took 2 to 11 % longer with a second thread.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from dataclasses import dataclass
 from infinity.errors import EngineFailedError
 from infinity.lane.base import Pass
 from infinity.lane.counts import LaneTimes
-from infinity.lane.worker import Worker
+from infinity.lane.worker import LaneWorker
 from infinity.planning.queue import Job, Queue
 from infinity.records.record import Record
 from infinity.storage.failure import Failure
@@ -118,7 +119,7 @@ class StreamLane:
         self._stopping = False
         self._waits_since_s = 0.0
         self._failure = Failure()
-        self._worker: Worker[_Tile] | None = Worker(_compute, cpus) if apart else None
+        self._worker: LaneWorker[_Tile] | None = LaneWorker(_compute, cpus) if apart else None
         self._given = self._held = 0
         """Tiles that the worker has; slots of tiles of passes that compute."""
         self._thread = threading.Thread(target=self._run, name="infinity-lane", daemon=True)

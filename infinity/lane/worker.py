@@ -21,7 +21,7 @@ _LOOKS_S = 0.01
 """Seconds between looks at whether the thread that is waited for closes the lane."""
 
 
-class Worker(Generic[_T]):
+class LaneWorker(Generic[_T]):
     """Works on what it is given, in that order, on a thread of its own; see [Note: no lock of the worker's].
     Used by the lane's thread.
     """

@@ -18,13 +18,8 @@ from infinity.device.device import AcceleratorDevice
 from infinity.engine import engine as engine_module
 from infinity.engine.engine import engine_of_model
 from infinity.gradients.store import GradientStore
-from infinity.optim import ownership
 from infinity.optim.base import OffloadedOptimizer
-from infinity.records import tensor_steps
-from infinity.records.tensor_steps import Scratch
 from infinity.records.update_rules import ADAMW
-from infinity.reference import ReferenceAdamW, prepare
-from infinity.reference import clip_grad_norm_ as reference_clip
 from infinity.units import device_updates
 from streams import LateStreams
 
@@ -559,53 +554,3 @@ def test_the_default_device_of_torch_is_not_where_memory_of_the_host_comes_from(
         tensors += [one for values in state(model, optimizer) for one in values]
     assert all(there(model))
     assert all(one.device.type == "cpu" and one.abs().sum() > 0 for one in tensors)
-
-
-@pytest.fixture
-def fused(monkeypatch):
-    """Steps of Adam's kind are made in one kernel, which needs no memory: here by torch, in memory apart."""
-    apart = Scratch(torch.empty(Scratch.nbytes_of(1024), dtype=torch.uint8))
-    given = []
-
-    def is_fused(step, device, grad):
-        return step is ADAMW.tensors
-
-    def make_step(step, at, grad, scalars, scratch):
-        given.append(scratch)
-        tensor_steps.make_step(step, at, grad, scalars, apart if scratch is None else scratch)
-
-    monkeypatch.setattr(ownership, "is_fused", is_fused)
-    monkeypatch.setattr(device_updates, "is_fused", is_fused)
-    monkeypatch.setattr(device_updates, "make_step", make_step)
-    return given
-
-
-@pytest.mark.parametrize("clip", [None, 0.01])
-def test_where_a_step_is_one_kernel_no_memory_of_the_device_is_for_intermediate_values(
-    folder, late, fused, clip
-):
-    model = built(folder)
-    optimizer = AdamW(model.parameters(), **SETTINGS)
-    plain = prepare(tower(), torch.bfloat16)
-    reference = ReferenceAdamW(plain.parameters(), **SETTINGS)
-    for step in range(4):
-        for one, clipped, its in (
-            (model, torch.nn.utils.clip_grad_norm_, optimizer),
-            (plain, None, reference),
-        ):
-            torch.manual_seed(step)
-            one(torch.randn(3, WIDTH).bfloat16()).float().square().mean().backward()
-            if clip is not None and clipped is None:
-                reference_clip(its, clip)
-            elif clip is not None:
-                clipped(one.parameters(), clip)
-            its.step()
-            its.zero_grad()
-    engine = engine_of_model(model)
-    assert all(there(model))
-    assert set(fused) == {None}
-    assert engine.tier.scratch_nbytes == 0
-    assert sum(unit.record.nbytes("device") for unit in engine.units) == 4 * RECORD
-    assert stats(model).device_nbytes == 4 * RECORD
-    found = model.state_dict()
-    assert all(torch.equal(found[key], value) for key, value in plain.state_dict().items())
