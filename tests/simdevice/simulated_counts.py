@@ -4,6 +4,7 @@ Infinity beside what its ledger counts. The two are compared with `==`.
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 
@@ -62,6 +63,8 @@ def plain_uses(
     parameters = simulator.counts()["allocated"] - before
     uses = Uses(model, lambda: simulator.counts()["allocated"] - before - parameters)
     for _ in range(2):  # what torch allocates once, it has after the first
+        gc.collect()
+        simulator.restart()
         backward(model)
     torch.accelerator.synchronize()
     return simulator.counts()["peak"] - before - parameters, uses.passes[-1]
