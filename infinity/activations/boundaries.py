@@ -162,14 +162,14 @@ class Boundary:
             return
         room = every.device.room
         if ahead:
-            if room is not None and not room.fits(self._nbytes):
+            if room is not None and not room.fits(2 * self._numel):
                 return
             self._lease = every.outgoing_share.try_lease(self._nbytes)
             if self._lease is None:
                 return
         try:
             if room is not None:
-                self._room_nbytes = room.take(self._nbytes, repr(self))
+                self._room_nbytes = room.take(2 * self._numel, repr(self))
             self._flat, self._load = self._begun(urgent=not ahead)
         except BaseException:
             self._forget_load()
@@ -178,14 +178,14 @@ class Boundary:
     def _begun(self, *, urgent: bool) -> tuple[torch.Tensor, Future]:
         every = self._all
         if self._record is not None:
-            flat = every.room_for(self._record.shard.numel)
+            flat = every.room_for(self._numel)
             load = LoadPass(self._record, every.device, flat, every.tile_numel)
             self._passes.append(load)
             every.lane.submit(load, urgent=urgent)
             return flat, load
         if self._host is None:
             raise AssertionError(f"{self!r} is nowhere")
-        flat = every.room_for(self._host.nbytes // ELEMENT_NBYTES)
+        flat = every.room_for(self._numel)
         return flat, every.device.upload(flat, 0, self._host.data_ptr(), flat.numel())
 
     def take(self) -> torch.Tensor:
@@ -210,6 +210,13 @@ class Boundary:
             one = before
         return tensor
 
+    @property
+    def _numel(self) -> int:
+        """Elements, of 16 bits, of the memory that it comes back to: whole blocks if a disk reads to it."""
+        if self._record is not None and self._all.device.is_host:
+            return self._record.shard.numel
+        return -(-self._nbytes // ELEMENT_NBYTES)
+
     def _arrived(self) -> torch.Tensor:
         flat, load = self._flat, self._load
         if flat is None:
@@ -224,26 +231,30 @@ class Boundary:
 
     def _forget_load(self) -> None:
         self._load = self._flat = None
-        taken, self._room_nbytes = self._room_nbytes, 0
-        if taken and self._all.device.room is not None:
-            self._all.device.room.give_back(taken)
+        self._all.give_back_room(self._take_room())
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.end()
 
+    def _take_room(self) -> int:
+        taken, self._room_nbytes = self._room_nbytes, 0
+        return taken
+
     def __del__(self) -> None:
         """Give back memory, shares and the place on NVMe, that one when nothing moves there any more."""
-        every, flat = self._all, self._flat
+        every, record = self._all, self._record
         if os.getpid() != every.pid:
             return
         if self._charged:
             every.kept.release(self._charged)
-        self._forget_load()
-        record = self._record
         if record is not None:
-            every.give_back(record, flat, self._passes)
-        elif flat is not None:
-            every.device.leaving(flat)
+            passes, flat, taken = self._passes, self._flat, self._take_room()
+            self._forget_load()
+            every.give_back(record, flat, taken, passes)
+            return
+        if self._flat is not None:
+            every.device.leaving(self._flat)
+        self._forget_load()
 
 
 class Boundaries:
@@ -345,15 +356,26 @@ class Boundaries:
         self.device.allocated(flat)
         return flat
 
-    def give_back(self, record: Record, flat: torch.Tensor | None, passes: list[Pass]) -> None:
+    def give_back_room(self, nbytes: int) -> None:
+        """Give back bytes of device_memory."""
+        if nbytes and self.device.room is not None:
+            self.device.room.give_back(nbytes)
+
+    def give_back(
+        self, record: Record, flat: torch.Tensor | None, room_nbytes: int, passes: list[Pass]
+    ) -> None:
         """When these passes are over, give back the place of a boundary, and the memory that it came back to
-        if nothing has taken it.
+        if nothing has taken it, `room_nbytes` of device_memory.
         """
+        memory = [] if flat is None else [flat]
+        del flat
 
         def over() -> None:
             record.drop(FIELD)
-            if flat is not None:
-                self.device.leaving(flat)
+            while memory:
+                self.device.leaving(memory[-1])
+                memory.pop()
+            self.give_back_room(room_nbytes)
 
         with self.lane.lock:
             under_way = [one for one in passes if not one.finished]
@@ -384,6 +406,8 @@ def is_boundary(tensor: torch.Tensor, device: torch.device) -> bool:
 def is_movable(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether a tensor on `device` is one of those that a block begins with, and worth a place elsewhere."""
     if type(tensor) is not torch.Tensor or not tensor.requires_grad or tensor.nbytes < BLOCK:
+        return False
+    if tensor.is_neg():  # its memory has other values
         return False
     whole = tensor.is_floating_point() and tensor.nbytes % ELEMENT_NBYTES == 0 and _is_dense(tensor)
     return whole and tensor.device == device

@@ -38,6 +38,16 @@ class SavePass(Pass):
         self._wide = tile_numel * SLOT_NBYTES_PER_ELEMENT // ELEMENT_NBYTES
         self._over = over
 
+    @property
+    def computes(self) -> bool:
+        """See QueuedPass: it may wait for the tensor."""
+        return True
+
+    @property
+    def ready(self) -> bool:
+        """Whether the tensor has come."""
+        return self._arriving.done
+
     def tiles(self) -> Iterator[tuple[int, int]]:
         """As much as a slot holds at once."""
         return tiles(self.record.shard.numel, self._wide)
@@ -67,7 +77,7 @@ class LoadPass(Pass):
     """Read a record to `flat`, 16-bit elements where the device computes."""
 
     def __init__(self, record: Record, device: Device, flat: torch.Tensor, tile_numel: int) -> None:
-        """`flat` holds whole blocks."""
+        """`flat` holds whole blocks where it is read into, and else as much of them as counts."""
         super().__init__(record)
         self._device = device
         self._flat: torch.Tensor | None = flat
@@ -90,14 +100,21 @@ class LoadPass(Pass):
 
     @property
     def own_memory(self) -> object:
-        """The memory it is read to."""
-        return self._flat
+        """The memory it is read to, if it is."""
+        return self._flat if self._device.is_host else None
 
     def process(self, start: int, stop: int, addresses: dict[str, int]) -> Sequence[Transfer] | None:
         """Upload, unless it is there."""
         if self._flat is None or self._device.is_host:
             return None
-        return (self._device.upload(self._flat, start, addresses[FIELD], stop - start),)
+        numel = min(stop, self._flat.numel()) - start
+        return (self._device.upload(self._flat, start, addresses[FIELD], numel),) if numel > 0 else None
+
+    def done_processing(self) -> None:
+        """Hold an accelerator's memory no longer: who frees it orders that behind its uploads."""
+        super().done_processing()
+        if not self._device.is_host:
+            self._let_go()
 
     def _let_go(self) -> None:
         self._flat = None

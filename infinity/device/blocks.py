@@ -21,6 +21,9 @@ class Blocks(Protocol):
     def leaving(self, flat: torch.Tensor) -> None:
         """The unit is about to drop its memory."""
 
+    def outlived(self, flat: torch.Tensor) -> None:
+        """Views of the program's keep the memory, which the unit is about to drop."""
+
 
 class HostBlocks:
     """Blocks in host memory; free ones are kept for reuse within shares of the budget."""
@@ -34,6 +37,9 @@ class HostBlocks:
 
     def leaving(self, flat: torch.Tensor) -> None:
         """Do nothing: a buffer returns when its last tensor is gone."""
+
+    def outlived(self, flat: torch.Tensor) -> None:
+        """Do nothing, likewise."""
 
 
 class DeviceBlocks:
@@ -69,11 +75,20 @@ class DeviceBlocks:
         return flat
 
     def leaving(self, flat: torch.Tensor) -> None:
-        """Make later uses of the memory wait for uploads that may still write to it."""
-        self._device.leaving(flat)
-        room = self._device.room
-        if room is not None:
+        """Make later uses of the memory wait for uploads that may still write to it, or keep it until a copy
+        to the host has read it.
+        """
+        copy, room = self._device.leaving(flat), self._device.room
+        if room is None:
+            return
+        if copy is None or copy.done:
             room.give_back(room.nbytes(flat.nbytes))
+        else:
+            room.leaves(room.nbytes(flat.nbytes), copy, flat)
+
+    def outlived(self, flat: torch.Tensor) -> None:
+        """Keep the memory from other uses until all streams are done with it by then."""
+        self._device.outlived(flat)
 
 
 def wrap(memory: mmap | torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -10,10 +10,13 @@ The host waits only in `Transfer.wait`. Streams wait for each other's events:
 allocated   compute -> upload    reused memory may still be read by queued kernels
 arrived     upload -> compute    the first kernel that uses a unit runs after its last tile is uploaded; if
                                  nothing was uploaded, a stream that fills the unit waits for `allocated`
-leaving     upload -> compute    memory may be freed while unused uploads still write to it
+leaving     upload -> compute    memory may be freed while unused uploads still write to it, and while
+                                 streams other than that which allocated it still use it
 download    compute -> download  the copy runs after the kernel that makes the gradient
 Everything waits only for work queued before it. So there is no cycle, and a slot whose upload has begun
 becomes free by itself, whatever the host does.
+
+What a download reads is held until the host has seen that it is over: see [Note: one ledger] in room.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import logging
 import os
 import pkgutil
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +40,8 @@ from infinity.device.streams import Copy, Event, HostMemory, Streams
 from infinity.errors import ConfigError
 from infinity.storage import cpu_affinity as cores
 from infinity.storage.memory import Ledger, view
-from infinity.storage.store import DONE, TensorStore, Transfer
+from infinity.storage.store import DONE, Future, TensorStore, Transfer
+from infinity.tensors import is_part
 
 logger = logging.getLogger("infinity")
 
@@ -127,8 +131,14 @@ class Device:
     def arrived(self, flat: torch.Tensor | None = None) -> None:
         """Later work on the calling thread's stream sees all uploads so far to `flat` (None: to any unit)."""
 
-    def leaving(self, flat: torch.Tensor) -> None:
-        """The memory is about to be freed. Called from any thread."""
+    def leaving(self, flat: torch.Tensor) -> Future | None:
+        """The memory is about to be freed. Return a copy that still reads it, until whose end it may not be;
+        None for none. Called from any thread.
+        """
+        return None
+
+    def outlived(self, flat: torch.Tensor) -> None:
+        """Views of the program's keep the memory beyond `leaving`, which follows."""
 
     def enter_thread(self) -> None:
         """Give the calling thread a stream of its own, beside those of other threads."""
@@ -137,9 +147,14 @@ class Device:
         """The work queued on the calling thread's stream completes `flat`: `arrived` waits for it as well."""
 
     def download(self, tensor: torch.Tensor, *, ours: bool = True) -> Download:
-        """Begin to copy `tensor` to host memory, after the work queued on the calling thread's stream. ours:
-        its memory counts as device_memory until the copy is over.
+        """Begin to copy `tensor` to host memory, after the work queued on the calling thread's stream. Its
+        memory is kept until the copy is over. ours: it counts as device_memory until then; else the caller
+        sees to that.
         """
+        raise NotImplementedError
+
+    def download_part(self, flat: torch.Tensor, part: torch.Tensor) -> Download:
+        """Like `download`, of a part of a unit's memory, which stays until the copy is over, and counts."""
         raise NotImplementedError
 
     def room_for_downloads(self, *shares: Ledger) -> None:
@@ -161,8 +176,8 @@ class Device:
         """Bytes of host memory that `prepare` has allocated."""
         return 0
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor` in host memory and contiguous; itself if it is so already."""
+    def to_host(self, tensor: torch.Tensor, *, ours: bool = True) -> torch.Tensor:
+        """Return `tensor` in host memory and contiguous; itself if it is so already. ours: see `download`."""
         raise NotImplementedError
 
     def synchronize(self) -> None:
@@ -188,6 +203,10 @@ class CpuDevice(Device):
         """Return `tensor`, made contiguous if it is not."""
         return Download(tensor.contiguous(), DONE)
 
+    def download_part(self, flat: torch.Tensor, part: torch.Tensor) -> Download:
+        """Return the part, which is not copied."""
+        return Download(part, DONE)
+
     def take_host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return ordinary memory."""
         return torch.empty(numel, dtype=dtype, device="cpu")
@@ -196,7 +215,7 @@ class CpuDevice(Device):
         """Downloads need no memory."""
         return True
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor, *, ours: bool = True) -> torch.Tensor:
         """Return `tensor`, made contiguous if it is not."""
         return tensor.contiguous()
 
@@ -211,6 +230,10 @@ class _MemoryEvents:
     """After this, uploads or gathers may fill it."""
     uploaded: Event | None = None
     """The end of the last upload so far: compute waits for it."""
+    others: list[Any] = field(default_factory=list)
+    """Further streams that have used it."""
+    read: Copy | None = None
+    """The last copy of a part of it to the host."""
 
 
 class AcceleratorDevice(Device):
@@ -316,14 +339,25 @@ class AcceleratorDevice(Device):
             self._streams.wait(stream, residence.uploaded)
         elif stream != residence.stream:  # a gather fills it alone: this rank's shard is padding
             self._streams.wait(stream, residence.free)
-        if stream != residence.stream:
-            self._streams.keep(stream, flat)
+        if stream != residence.stream and stream not in residence.others:
+            residence.others.append(stream)
 
-    def leaving(self, flat: torch.Tensor) -> None:
+    def leaving(self, flat: torch.Tensor) -> Future | None:
         """See Device."""
         residence: _MemoryEvents | None = self._events_of.pop(flat, None)
-        if residence is not None and residence.uploaded is not None:
+        if residence is None:
+            return None
+        if residence.uploaded is not None:
             self._streams.wait(residence.stream, residence.uploaded)
+        for stream in residence.others:
+            self._streams.wait(residence.stream, self._streams.record(stream))
+        return residence.read
+
+    def outlived(self, flat: torch.Tensor) -> None:
+        """See Device."""
+        residence: _MemoryEvents | None = self._events_of.get(flat)
+        for stream in residence.others if residence is not None else ():
+            self._streams.keep(stream, flat)
 
     def enter_thread(self) -> None:
         """See Device."""
@@ -333,7 +367,10 @@ class AcceleratorDevice(Device):
         """See Device."""
         residence: _MemoryEvents | None = self._events_of.get(flat)
         if residence is not None:
-            residence.uploaded = self._streams.record(self._streams.current())
+            stream = self._streams.current()
+            residence.uploaded = self._streams.record(stream)
+            if stream in residence.others:  # all that it did is before that
+                residence.others.remove(stream)
 
     def download(self, tensor: torch.Tensor, *, ours: bool = True) -> Download:
         """See Device; the buffer is from `memory`."""
@@ -341,22 +378,29 @@ class AcceleratorDevice(Device):
             return Download(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"), DONE)
         taken = self.room.take(tensor.nbytes, "a gradient on its way to the host") if ours else 0
         try:
-            download = self._begin_download(tensor)
+            source = tensor.detach().contiguous()
+            if ours and is_part(source):
+                source = source.clone()  # else the rest of its storage would stay, and is not counted
+            host, copy = self._begin_download(source)
         except BaseException:
             self.room.give_back(taken)
             raise
-        if taken:
-            self.room.leaves(taken, download.transfer)
-        return download
+        self.room.leaves(taken, copy, source)
+        return Download(host, copy)
 
-    def _begin_download(self, tensor: torch.Tensor) -> Download:
-        source = tensor.detach().contiguous()
+    def download_part(self, flat: torch.Tensor, part: torch.Tensor) -> Download:
+        """See Device: `leaving` returns the copy."""
+        host, copy = self._begin_download(part)
+        self._events_of[flat].read = copy
+        return Download(host, copy)
+
+    def _begin_download(self, source: torch.Tensor) -> tuple[torch.Tensor, Copy]:
+        """Begin to copy contiguous memory, which the caller keeps until the copy is over."""
         host = self.memory.take(source.numel(), source.dtype).view(source.shape)
         self._streams.wait(self._down, self._streams.record(self._streams.current()))
         self._streams.copy(self._down, host, source)
-        self._streams.keep(self._down, source)
         self._count(0, source.nbytes)
-        return Download(host, Copy(self._streams.record(self._down)))
+        return host, Copy(self._streams.record(self._down))
 
     def room_for_downloads(self, *shares: Ledger) -> None:
         """See Device."""
@@ -375,10 +419,11 @@ class AcceleratorDevice(Device):
         """See Device."""
         return self.memory.ahead_nbytes
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor, *, ours: bool = True) -> torch.Tensor:
         """See Device."""
-        download = self.download(tensor)
+        download = self.download(tensor, ours=ours)
         download.wait()
+        self.room.collect()
         return download.tensor
 
     def synchronize(self) -> None:
@@ -388,6 +433,7 @@ class AcceleratorDevice(Device):
     def close(self) -> None:
         """See Device."""
         self.synchronize()
+        self.room.close()
         self.memory.close()
 
 

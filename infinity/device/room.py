@@ -2,10 +2,15 @@
 
 [Note: one ledger]
 Everything of ours on the device is counted in one ledger, for as long as it takes memory: units, gradients
-until they have left, what ranks exchange, boundaries that come back, and the parameters' placeholders. The
-memory of a unit that is dropped is used again by later work on the same stream, so it is free at once. The
-memory of a copy to the host is free when the copy is over, which the host sees by its event. So the host
-waits for the oldest such copy where it would run further ahead of the device than the budget allows.
+until they have left, what ranks exchange, boundaries that come back, and the parameters' placeholders. Bytes
+are taken before memory is allocated, and given back when it is free. The memory of a unit that is dropped is
+used again by later work on the same stream, so it is free at once; what other streams do with it, that one
+waits for. The memory of a copy to the host is free when the copy is over, which the host sees by its event:
+until then it is held here, beside its bytes, so both go at once, and torch's allocator, which would look for
+other streams' work by events of its own, and later, has nothing to look for. So the host waits for the oldest
+such copy where it would run further ahead of the device than the budget allows.
+
+Memory that a view of the program's keeps after a unit is released is the program's, and not counted.
 
 [Note: in the order of the program]
 Only the thread that computes takes bytes. Bytes of work that runs by itself come back when that thread looks,
@@ -35,7 +40,7 @@ class DeviceRoom:
         self.ledger = Ledger(1 << 62)
         self.lacked_nbytes = 0
         """The most bytes for which, at once, units that waited have had to give way since `open`."""
-        self._leaving: deque[tuple[Future, int]] = deque()
+        self._leaving: deque[tuple[Future, int, tuple[object, ...]]] = deque()
         self._give_way: Callable[[], bool] = _nobody
         self.over: list[Callable[[Future, int], None]] = []
         """Called with all that has left, and its bytes."""
@@ -53,7 +58,7 @@ class DeviceRoom:
     def fits(self, nbytes: int) -> bool:
         """Whether there is room for a tensor of `nbytes`, after waiting for what leaves if need be."""
         needed = self.nbytes(nbytes)
-        self._collect()
+        self.collect()
         while needed > self.ledger.free_nbytes and self._leaving:
             self._await_oldest()
         return needed <= self.ledger.free_nbytes
@@ -107,21 +112,32 @@ class DeviceRoom:
         """Count bytes that `take` returned no more."""
         self.ledger.release(nbytes)
 
-    def leaves(self, nbytes: int, future: Future) -> None:
-        """Give bytes that `take` returned back when `future` is over."""
-        self._leaving.append((future, nbytes))
+    def leaves(self, nbytes: int, future: Future, *held: object) -> None:
+        """Give bytes that `take` returned back when `future` is over. held: what has the memory, kept until
+        then; with no bytes, somebody else counts it.
+        """
+        self._leaving.append((future, nbytes, held))
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
+        """Give back what has left by now."""
         while self._leaving and self._leaving[0][0].done:
             self._await_oldest()
 
+    def close(self) -> None:
+        """Hold nothing any more. No copy is under way."""
+        while self._leaving:
+            _, nbytes, held = self._leaving.popleft()
+            del held
+            self.ledger.release(nbytes)
+
     def _await_oldest(self) -> None:
-        future, nbytes = self._leaving.popleft()
+        future, nbytes, held = self._leaving.popleft()
         try:
             future.wait()
         finally:
+            del held  # first: what is not counted is free
             self.ledger.release(nbytes)
-        for call in self.over:
+        for call in self.over if nbytes else ():
             call(future, nbytes)
 
 

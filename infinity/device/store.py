@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ class _Memory:
     """The end of that work."""
     filled: Event | None = None
     """The end of the last copy to it."""
+    others: list[Any] = field(default_factory=list)
+    """Further streams that have used it."""
 
 
 class DeviceStore(TensorStore):
@@ -83,15 +85,16 @@ class DeviceStore(TensorStore):
 
     def free(self, extent: Extent) -> None:
         """See TensorStore."""
-        self._forget(extent)
+        memory = self._forget(extent)
+        for stream in memory.others:
+            self._streams.wait(memory.owner, self._streams.record(stream))
+        del memory
         self._room.give_back(self._room.nbytes(extent.nbytes))
 
-    def _forget(self, extent: Extent) -> None:
-        memory = self._memories.pop(extent.offset)
+    def _forget(self, extent: Extent) -> _Memory:
         with self._counting:
             self.held_nbytes -= extent.nbytes
-        if memory.stream != memory.owner:
-            self._streams.keep(memory.stream, memory.tensor)
+        return self._memories.pop(extent.offset)
 
     def read(self, request: Request) -> Transfer:
         """See TensorStore: a copy to the host."""
@@ -136,8 +139,8 @@ class DeviceStore(TensorStore):
             self._streams.wait(stream, memory.filled)
         if stream != memory.stream:
             self._streams.wait(stream, memory.used)
-        if stream != memory.owner:
-            self._streams.keep(stream, memory.tensor)
+        if stream != memory.owner and stream not in memory.others:
+            memory.others.append(stream)
 
     def used(self, extent: Extent) -> None:
         """See TensorStore."""
@@ -151,5 +154,7 @@ class DeviceStore(TensorStore):
         self.tensor(new).copy_(self.tensor(extent))
         self.used(new)
         self.used(extent)
-        self._forget(extent)
+        old = self._forget(extent)  # whose memory is others' from now on
+        for stream in old.others:
+            self._streams.keep(stream, old.tensor)
         return new

@@ -166,7 +166,8 @@ class Engine:
         if self.nvme_store is not None:
             self.nvme_store.keep(pool, self.host_store)
         cpus = choose_cores(self.device)
-        return StreamLane(pool, inline=self.device.is_host, timeline=self.timeline, cpus=cpus)
+        on_host = self.device.is_host
+        return StreamLane(pool, inline=on_host, apart=not on_host, timeline=self.timeline, cpus=cpus)
 
     def _open_partition(self) -> Partition | None:
         if self.ranks.size == 1:
@@ -437,8 +438,13 @@ class Engine:
             self.gradients.staying_nbytes,
             self.gradients.leave_device,
             self._steps_on_device,
+            self._steps_need_scratch,
             self.device.failure_was_handled,
         )
+
+    def _steps_need_scratch(self) -> bool:
+        """Whether any of these steps needs memory for intermediate values there."""
+        return any(optimizer.needs_scratch(self.device.torch_device) for optimizer in self.optimizers)
 
     def _steps_on_device(self) -> bool:
         """Whether every optimizer can make its steps on a device."""

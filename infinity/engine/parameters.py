@@ -121,7 +121,8 @@ class Parameters:
         host = {}
         for field, tensor in values.items():
             own = (field, tensor.dtype) == ("master", unit.flat.dtype)
-            host[field] = tensor.detach().to("cpu", None if own else torch.float32).contiguous()
+            taken = tensor.detach().to("cpu", None if own else torch.float32)
+            host[field] = taken.resolve_neg().contiguous()  # which torch may negate lazily
         if "master" in values:
             self._residency.changed(unit)
         self.write_record(unit.record, {index: host})

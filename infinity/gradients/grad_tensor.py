@@ -212,8 +212,10 @@ class GradientView(Thin):
 
 
 def plain(grad: torch.Tensor) -> torch.Tensor:
-    """Return a gradient without its graph; for a view of an offloaded one, a plain tensor."""
-    return grad.clone() if isinstance(grad, GradientView) else grad.detach()
+    """Return a gradient without its graph, whose memory has its values, which torch may negate lazily; for a
+    view of an offloaded one, a plain tensor.
+    """
+    return grad.clone() if isinstance(grad, GradientView) else grad.detach().resolve_neg()
 
 
 def _run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -491,7 +493,7 @@ def _add(grad: OffloadedGradient, new: Any, *, alpha: Any = 1) -> Any:
             "backward, or clip after the last backward."
         )
     store = grad.store
-    store.add(grad.gradient, store.received(new))
+    store.add(grad.gradient, store.received(plain(new)))
     return grad
 
 

@@ -279,7 +279,8 @@ class Gradient:
         return True
 
     def __del__(self) -> None:
-        """Give back what was charged."""
+        """Give back what was charged, and the tensor before its lease."""
+        self.tensor = None
         if self._charged:
             self._ledger.release(self._charged)
 

@@ -39,6 +39,7 @@ from infinity.records.weights import WIDEN
 from infinity.sizes import format_size
 from infinity.storage.memory import Ledger
 from infinity.storage.store import Future
+from infinity.tensors import is_part
 from infinity.units.unit import Unit
 
 
@@ -120,13 +121,13 @@ class Reduction:
 
     def device_nbytes(self, unit: Unit) -> int:
         """Return the bytes that a unit's reduction takes on an accelerator: its gradients, what is sent and
-        received, and a rank's share of the sum, the mean, and the mean as it leaves.
+        received, a rank's share of the sum, the mean, and the mean as it leaves, and the number of ranks.
         """
         room = self._device.room
         if room is None:
             return 0
         whole, share = unit.layout.numel * unit.flat.itemsize, 4 * unit.record.shard.numel
-        return 3 * room.nbytes(whole) + 3 * room.nbytes(share)
+        return 3 * room.nbytes(whole) + 3 * room.nbytes(share) + room.nbytes(4)
 
     @property
     def deferred(self) -> bool:
@@ -156,26 +157,38 @@ class Reduction:
     def add(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Take a further backward's gradient of this rank."""
         before = self._local[gradient.unit].get(gradient.index)
-        if before is None:
-            self._hold(gradient, grad, keep=True)
-        else:
-            self._hold(gradient, total_of(before.values, grad.contiguous()), keep=before.keep)
+        self._hold(gradient, grad, keep=before is None or before.keep)
 
     def _hold(self, gradient: Gradient, grad: torch.Tensor, *, keep: bool) -> None:
-        grad = grad.contiguous()
-        stays = self._deferred and gradient.form is Form.LOCAL and self._device.is_host
-        if stays and not gradient.charge(grad.nbytes):
+        """Hold a gradient, or its sum with the one that is held already."""
+        room, of_unit = self._device.room, self._local[gradient.unit]
+        before = of_unit.get(gradient.index)
+        if room is not None:
+            widens = before is not None and before.values.dtype != torch.float32
+            nbytes = 4 * grad.numel() if widens else grad.nbytes if before is None else 0
+            taken = room.take(nbytes, f"{gradient.unit.name}: a whole gradient")
+        if before is not None:
+            values = total_of(before.values, grad if room is not None else grad.contiguous())
+        else:
+            values = grad.clone() if room is not None and is_part(grad) else grad.contiguous()
+        if room is None:
+            self._charge_host(gradient, values.nbytes)
+            of_unit[gradient.index] = _Local(gradient, values, keep)
+        elif before is None or widens:
+            of_unit[gradient.index] = _Local(gradient, values, keep, taken)
+            self._give_back([before] if before is not None else [])
+
+    def _charge_host(self, gradient: Gradient, nbytes: int) -> None:
+        """Charge a gradient that stays whole in host memory.
+
+        Raises: HostMemoryError where that has no room.
+        """
+        if self._deferred and gradient.form is Form.LOCAL and not gradient.charge(nbytes):
             raise HostMemoryError(
-                f"{gradient.unit.name}: {format_size(grad.nbytes)} of whole gradients do not fit "
+                f"{gradient.unit.name}: {format_size(nbytes)} of whole gradients do not fit "
                 "host_memory, where stage=1 and no_sync() keep those of all parameters until the step. Use "
                 "stage=2 or 3 without no_sync(), or give more host_memory."
             )
-        room, of_unit = self._device.room, self._local[gradient.unit]
-        taken = room.take(grad.nbytes, f"{gradient.unit.name}: a whole gradient") if room is not None else 0
-        before = of_unit.get(gradient.index)
-        of_unit[gradient.index] = _Local(gradient, grad, keep, taken)
-        if before is not None:
-            self._give_back([before])
 
     def _give_back(self, local: Iterable[_Local]) -> None:
         """Count the memory of gradients that are used up no more."""
@@ -266,9 +279,9 @@ class Reduction:
         )
         nbytes = (2 * numel if room is None else sum(shares)) * dtype.itemsize
         lease = self._lease(nbytes)
-        # What is sent and received, and of this rank's share the sum, the mean, and its copy.
+        # What is sent and received, of this rank's share the sum, the mean, and its copy, and a number.
         whole = numel * dtype.itemsize
-        parts = (whole, whole, *[4 * sum(shares)] * 3) if room is not None else ()
+        parts = (whole, whole, *[4 * sum(shares)] * 3, 4) if room is not None else ()
         taken_nbytes = room.take_all(parts, f"{names}: a reduction") if room is not None else 0
         on_host = self._device.is_host
         place = self._device.torch_device

@@ -237,9 +237,9 @@ class GradientStore:
         room = self._device.room
         if room is None or not room.fits(grad.nbytes):
             return False
+        lease = Lease(room.ledger, room.take(grad.nbytes, f"{gradient.unit.name}: a gradient that stays"))
         grad = grad.detach()
         grad = grad.clone() if is_part(grad) else grad.contiguous()
-        lease = Lease(room.ledger, room.take(grad.nbytes, f"{gradient.unit.name}: a gradient that stays"))
         if keep:
             gradient.stay(grad, lease)
         else:
@@ -268,11 +268,12 @@ class GradientStore:
         if widens and not room.fits(4 * stored.numel()):
             return False
         self._keep_on_device(unit)
-        total = total_of(stored, grad.detach().contiguous())
-        taken = room.take(total.nbytes, f"{unit.name}: a sum of gradients that stays") if widens else 0
         if widens:
-            gradient.stay(total, Lease(room.ledger, taken))
+            taken = room.take(4 * stored.numel(), f"{unit.name}: a sum of gradients that stays")
+            lease = Lease(room.ledger, taken)
+            gradient.stay(total_of(stored, grad.detach()), lease)
         else:
+            total_of(stored, grad.detach())
             gradient.was_changed()
         return True
 
@@ -295,9 +296,7 @@ class GradientStore:
 
     def _bring_down(self, gradient: Gradient) -> None:
         """Have a gradient lie in host memory, or wait to be spilled."""
-        copy = self._device.download(gradient.leave_device(), ours=False)
-        copy.wait()
-        self._place(gradient, copy.tensor, keep=True)
+        self._place(gradient, self._device.to_host(gradient.leave_device(), ours=False), keep=True)
 
     def _measure_on_device(self, gradients: Iterable[Gradient]) -> None:
         """Measure those of these gradients that are on the device, and all others there with them: the host
@@ -441,21 +440,21 @@ class GradientStore:
 
     def _values_on_device(self, unit: Unit, leases: list[Lease | None]) -> Download | None:
         """Begin to bring a unit's values from an accelerator, so that its update need not read them from NVMe
-        again. Return None where it need not in any case, or where device_memory or the outgoing share has no
-        room for the copy beside the gradients.
+        again. Return None where it need not in any case, or where the outgoing share has no room for the copy
+        beside the gradients.
         """
         room, record = self._device.room, unit.record
         if room is None or record.in_host("hi") or record.schema.derived:
             return None
         part = unit.part_of_rank
-        if 2 * part.nbytes > self._outgoing_share.ledger.limit_nbytes or not room.fits(part.nbytes):
+        if 2 * part.nbytes > self._outgoing_share.ledger.limit_nbytes:
             return None
         if not unit.residence.processed or unit.residence.outdated:
             return None
         leases.append(self._outgoing_share.lease(part.nbytes))
         self._await_buffer(part.nbytes)
         self._device.arrived(unit.flat)  # it may have been fetched for a later use, and not been used yet
-        return self._device.download(part)
+        return self._device.download_part(unit.flat, part)
 
     def spill(self, unit: Unit) -> None:
         """Write a unit's outgoing gradients to its record."""

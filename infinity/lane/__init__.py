@@ -1,1 +1,1 @@
-"""The thread that walks over records, and the passes that it runs."""
+"""The threads that walk over records, and the passes that they run."""

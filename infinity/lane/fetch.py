@@ -66,8 +66,8 @@ class _UnitPass(Pass):
 
     @property
     def own_memory(self) -> object:
-        """The unit's memory."""
-        return self._flat
+        """The unit's memory, where fields are read to it and written from it."""
+        return self._flat if self._device.is_host else None
 
     def _filled(self) -> int:
         """Return the elements up to the end of the last tile that holds a parameter."""
@@ -170,6 +170,11 @@ class _UpdatingPass(_UnitPass):
             self._matrices = WholeMatrices(self.record, self.updates)
             if self._owners is not None:
                 self._matrices.wait_for(self._owners.orthogonalize(self._matrices))
+
+    @property
+    def computes(self) -> bool:
+        """See QueuedPass."""
+        return True
 
     @property
     def paused(self) -> bool:

@@ -1,4 +1,5 @@
-"""The lane that moves records: one thread that overlaps reads, the work on what was read, and writes.
+"""The lane that moves records: a thread that overlaps reads, the work on what was read, and writes; and
+beside an accelerator another that computes.
 
 [Note: how the lane makes progress]
 A *pass* walks over the tiles of one record: each tile is read, worked on, and (if the pass changes it)
@@ -14,19 +15,20 @@ record. A pass that another thread waits for is urgent: it goes first, in the qu
 whose gradients are still on their way from an accelerator lets others by: what is fetched does not wait for
 what is updated, but for slots. Tiles are over in any order.
 
-[Note: passes without transfers]
-Where all that a pass needs lies in host memory and the CPU computes, the thread that submits the pass runs it
-inline: the lane's thread would only take turns with that thread on the same cores, and make the step longer.
-
-[Note: uploads from host memory]
-Nor does the lane's thread begin a pass that only uploads what lies in host memory: it may be in the middle of
-an update, which takes milliseconds, and the accelerator would wait. The thread that submits the pass begins
-its copies, and the pass is done, since what computes is behind them on the accelerator. It is finished when
-the lane finds them over; passes over the same record wait until then.
+[Note: two lanes]
+Beside an accelerator, passes that *compute* (updates, and what waits for gradients and activations that are
+on their way to host memory) are worked on by a thread of their own, the worker: an update takes milliseconds,
+and what is fetched is to be handled, widened and uploaded meanwhile. The lane's thread does all the rest: it
+begins and ends every transfer, owns the slots, and gives the worker tiles whose reads are over, those of a
+pass in their order. It takes the oldest tile whose reads are over, and looks again soon where none are. Those
+that compute leave some slots to the others, and no pass waits behind one whose record another is busy with.
+Where the CPU computes, one thread does both: what is read lies where it is used, the cores are the same, and
+on two of them steps took 2 to 11 % longer with a second thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -38,6 +40,7 @@ from dataclasses import dataclass
 from infinity.errors import EngineFailedError
 from infinity.lane.base import Pass
 from infinity.lane.counts import LaneTimes
+from infinity.lane.worker import LaneWorker
 from infinity.planning.queue import Job, Queue
 from infinity.records.record import Record
 from infinity.storage.failure import Failure
@@ -49,11 +52,17 @@ logger = logging.getLogger("infinity")
 
 
 _PATIENCE_S = 0.05
-"""Seconds after which the lane waits for the gradients of the oldest tile, if all wait for some, or for the
-oldest copy, if all that is left are copies of an accelerator: an error of their transfer shows there.
+"""Seconds after which the lane waits for the oldest tile, if all wait for gradients or reads, or for the
+oldest copy, if all that is left are copies of an accelerator: an error of their transfer, or a drive that
+hangs, shows there.
 """
 _LOOKS_S = 0.0005
 """Seconds between looks at what comes from an accelerator, which tells nobody."""
+_READS_S = 0.001
+"""Seconds for which the lane waits for one read while others may be over, or an update."""
+_LEFT_TO_FETCHES = 4
+"""One slot in so many is left to passes that do not compute, where there are several."""
+_CLOSE_S = 30.0
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +83,8 @@ class _Tile:
     transfers: list[Transfer]
     more: Sequence[Transfer] = ()
     """Those among them that the pass itself has begun."""
+    worked_s: tuple[float, float] = (0.0, 0.0)
+    """When its work began and ended."""
 
 
 class _Changed(threading.Condition):
@@ -94,9 +105,17 @@ class StreamLane:
     """Runs passes on a thread of its own; see [Note: how the lane makes progress]."""
 
     def __init__(
-        self, pool: Pool, *, inline: bool = False, timeline: Timeline | None = None, cpus: Sequence[int] = ()
+        self,
+        pool: Pool,
+        *,
+        inline: bool = False,
+        apart: bool = False,
+        timeline: Timeline | None = None,
+        cpus: Sequence[int] = (),
     ) -> None:
-        """Start it, on `cpus` if any; it owns `pool`; `inline`: see [Note: passes without transfers]."""
+        """Start it, on `cpus` if any; it owns `pool`. inline, apart: see [Note: passes without transfers] and
+        [Note: two lanes].
+        """
         self.lock = threading.RLock()  # entered as a lock, in C; a Ctrl-C in Condition's own methods keeps it
         """Guards all units' state."""
         self.changed = _Changed(self.lock)
@@ -114,6 +133,9 @@ class StreamLane:
         self._stopping = self._rests = False
         self._waits_since_s = 0.0
         self._failure = Failure()
+        self._worker: LaneWorker[_Tile] | None = LaneWorker(_compute, cpus) if apart else None
+        self._given = self._held = 0
+        """Tiles that the worker has; slots of tiles of passes that compute."""
         self._thread = threading.Thread(target=self._run, name="infinity-lane", daemon=True)
         self._thread.start()
 
@@ -269,7 +291,10 @@ class StreamLane:
         with self.lock:
             self._stopping = True
             self.changed.notify_all()
-        if self._thread is not threading.current_thread():
+        if self._worker is not None and self._worker.is_this_thread:
+            self._worker.leave()
+            self._thread.join(_CLOSE_S)  # not for ever: this thread may hold the lock
+        elif self._thread is not threading.current_thread():
             self._thread.join()
 
     @property
@@ -295,6 +320,8 @@ class StreamLane:
             logger.debug("the lane stops", exc_info=error)
             with self.lock:
                 self._failure.note(error, raised=False)
+        if self._worker is not None:
+            self._worker.end()
         self._drain_transfers()
         with self.lock:
             self.changed.notify_all()
@@ -308,17 +335,24 @@ class StreamLane:
                 self._writing.extend(self._begun)
                 self._begun.clear()
                 self._waits_since_s = 0.0
+        for worked in self._worker.take() if self._worker is not None else ():
+            self._given -= 1
+            self._begin_writes(worked)
         self._reap(block=False)
         self._admit()
         if self._reading:
             tile = self._next()
             if tile is not None:
                 self._work(tile)
-        elif self._writing and (not self._writing[0].more or self._has_waited()):
+        elif self._writing and not self._given and (self._ends_by_itself() or self._has_waited()):
             self._reap(block=True)
         else:  # what an accelerator copies may be behind all that computes: other work is not to wait for it
-            self._rest(_LOOKS_S if self._writing else 1.0)
+            self._rest(_LOOKS_S if self._writing or self._given else 1.0)
         return True
+
+    def _ends_by_itself(self) -> bool:
+        """Whether the oldest tile waits for the drive alone, and there is nothing else to look at."""
+        return self._worker is None and not self._writing[0].more
 
     def _has_waited(self) -> bool:
         """Whether the lane has found nothing to do for _PATIENCE_S, which then begin anew."""
@@ -333,7 +367,7 @@ class StreamLane:
         """Wait for a pass that can be admitted, for so long at most."""
         started = time.perf_counter()
         with self.lock:
-            if not self._stopping and not self._begun and not (self._pool.free and self._queue.admissible()):
+            if not (self._stopping or self._begun or (self._pool.free and self._admissible())):
                 self._rests = True
                 try:
                     self.changed.wait(seconds)
@@ -341,14 +375,21 @@ class StreamLane:
                     self._rests = False
         self.times.spent(idle_s=time.perf_counter() - started)
 
+    def _admissible(self) -> Pass | None:
+        """Return the pass whose tile is next: see Queue.admissible, and [Note: two lanes]."""
+        if self._worker is None:
+            return self._queue.admissible()
+        most = self._pool.count - self._pool.count // _LEFT_TO_FETCHES
+        return self._queue.admissible(passing=True, computing=self._held < most)
+
     def _admit(self) -> None:
         """Begin the reads of the next tiles, as far as slots go."""
         while self._pool.free:
             with self.lock:
-                found = self._queue.next_tile()
-                if found is None:
+                job = self._admissible()
+                if job is None:
                     return
-                job, tile = found
+                tile = self._queue.next_tile(job)
                 if tile is None:
                     self._processed(job)
                     continue
@@ -356,23 +397,46 @@ class StreamLane:
             self._reading.append(self._begin(job, *tile))
 
     def _next(self) -> _Tile | None:
-        """Take the oldest tile whose gradients have come, and no older one of whose pass waits for some.
-        Where there is none, wait a little and return None; or the oldest, after _PATIENCE_S.
+        """Take the oldest tile whose gradients have come, and no older one of whose pass waits for some;
+        beside a worker, whose reads are over as well. Where there is none, wait a little and return None; or
+        the oldest, after _PATIENCE_S.
         """
         waiting: set[Pass] = set()
+        late, reading = None, None
         for index, tile in enumerate(self._reading):
-            if tile.owner not in waiting and tile.owner.ready:
-                del self._reading[index]
-                self._waits_since_s = 0.0
-                return tile
+            if tile.owner in waiting:
+                continue
+            under_way = self._under_way(tile)
+            if under_way is None and tile.owner.ready:
+                return self._take_from(index)
+            reading = reading or under_way
+            if late is None and (under_way is None or not self._given):
+                late = index
             waiting.add(tile.owner)
-        if self._has_waited():
-            return self._reading.popleft()
+        if late is not None and self._has_waited():
+            return self._take_from(late)
         now = time.perf_counter()
+        if reading is not None:
+            with contextlib.suppress(TimeoutError):  # what has failed says so again when it is waited for
+                reading.wait(_READS_S)
+            self.times.spent(read_wait_s=time.perf_counter() - now)
+            return None
         with self.lock:
             self.changed.wait(_LOOKS_S)
         self.times.spent(idle_s=time.perf_counter() - now)
         return None
+
+    def _take_from(self, index: int) -> _Tile:
+        tile = self._reading[index]
+        del self._reading[index]
+        self._waits_since_s = 0.0
+        return tile
+
+    def _under_way(self, tile: _Tile) -> Transfer | None:
+        """Return a read of a tile that the lane's thread need not wait for, since there is a worker."""
+        if self._worker is None:
+            return None
+        return next((one for one in tile.transfers if not one.done), None)
 
     def _begin(self, job: Pass, start: int, stop: int) -> _Tile:
         """Find memory for the fields of a tile, and begin to read those on NVMe."""
@@ -389,6 +453,7 @@ class StreamLane:
         reads = job.ordered(name for name in reads if not record.in_host(name))
         stored = job.ordered(name for name in writes if not record.in_host(name) and name not in job.adopts)
         slot = self._pool.lease() if slotted or reads or stored else None
+        self._held += slot is not None and job.computes
         window = (0, 0)
         if slot is not None:
             free = slot.address
@@ -414,28 +479,35 @@ class StreamLane:
         return job.own_address(name, start) if address is None else address
 
     def _work(self, tile: _Tile) -> None:
-        """Wait for a tile's reads, check them, do its work, and begin its writes."""
-        record, job = tile.owner.record, tile.owner
+        """Wait for a tile's reads, and have its work done."""
         began = time.perf_counter()
         for transfer in tile.transfers:
             transfer.wait()
-        read = time.perf_counter()
+        self.times.spent(read_wait_s=time.perf_counter() - began)
         self._note(tile, "read", tile.reads)
-        more = job.work(tile.start, tile.stop, tile.addresses, tile.reads, tile.writes)
+        if self._worker is not None and tile.owner.computes:
+            self._given += 1
+            self._worker.give(tile)
+            return
+        _compute(tile)
+        self._begin_writes(tile)
+
+    def _begin_writes(self, tile: _Tile) -> None:
+        """Begin the writes of a tile that was worked on."""
+        record, job = tile.owner.record, tile.owner
         owner, last = (tile.slot, job.own_memory), tile.writes[-1] if tile.writes else None
         tile.transfers = [
             job.write(name, tile.start, tile.stop, tile.addresses[name], owner, more=name is not last)
             for name in tile.writes
         ]
-        tile.more = more or ()
         tile.transfers += tile.more
         for name in tile.changes:
             job.note_written(name, tile.start, tile.stop)
         if job.progress.at_last_tile:
             tile.transfers += job.settle()
-        ended = time.perf_counter()
-        self.times.spent(read_wait_s=read - began, work_s=ended - read)
-        self._timeline.span("work", f"{type(job).__name__} {record.name}", read, ended)
+        began, ended = tile.worked_s
+        self.times.spent(work_s=ended - began)
+        self._timeline.span("work", f"{type(job).__name__} {record.name}", began, ended)
         with self.lock:
             if job.progress.worked_on(ended):
                 self._processed(job)
@@ -481,6 +553,7 @@ class StreamLane:
         self._note_more(tile)
         if tile.slot is not None:
             self._pool.give_back(tile.slot)
+            self._held -= tile.owner.computes
         with self.lock:
             tile.owner.progress.tile_over()
             self._finish_if_over(tile.owner)
@@ -501,9 +574,17 @@ class StreamLane:
         """Wait for transfers in flight, so that slots may be freed. Their errors are only logged: the lane
         has stopped because of an earlier one.
         """
-        for tile in (*self._reading, *self._writing, *self._begun):
-            for transfer in tile.transfers:
+        worked = () if self._worker is None else self._worker.left()
+        for tile in (*self._reading, *worked, *self._writing, *self._begun):
+            for transfer in (*tile.transfers, *tile.more):
                 try:
                     transfer.wait()
                 except Exception as error:  # noqa: BLE001
                     logger.debug("after the lane stopped: %s", error)
+
+
+def _compute(tile: _Tile) -> None:
+    """Do the work on a tile whose reads are over."""
+    began = time.perf_counter()
+    more = tile.owner.work(tile.start, tile.stop, tile.addresses, tile.reads, tile.writes)
+    tile.more, tile.worked_s = more or (), (began, time.perf_counter())

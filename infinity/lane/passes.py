@@ -109,6 +109,11 @@ class SpillPass(Pass):
         return ((self._source,) if self._source else ()), (self._target,)
 
     @property
+    def computes(self) -> bool:
+        """See QueuedPass: it may wait for gradients."""
+        return True
+
+    @property
     def ready(self) -> bool:
         """Whether the new gradients have come."""
         return all(part.arriving.done for part in self._parts.values())

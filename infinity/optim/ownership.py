@@ -26,6 +26,7 @@ from infinity.optim.checks import check_fits
 from infinity.records.update_rules import Recipe
 from infinity.sizes import format_size
 from infinity.storage.full_disk import of_whole
+from infinity.units.fused_updates import is_fused
 
 
 def engine_for(parameter: nn.Parameter) -> Engine:
@@ -115,6 +116,11 @@ class Owning:
     def steps_on_device(self) -> bool:
         """Whether it can make all of its steps on an accelerator."""
         return all(self.recipe_in(group).tensors is not None for group in self.param_groups)
+
+    def needs_scratch(self, device: torch.device) -> bool:
+        """Whether its steps on a device need memory for intermediate values there."""
+        steps = [self.recipe_in(group).tensors for group in self.param_groups]
+        return not all(is_fused(one, device, torch.float32) for one in steps)
 
     @property
     def engines(self) -> list[Engine]:

@@ -169,6 +169,11 @@ class QueuedPass(Job, ABC, Generic[_RecordT]):
         """Whether its next tile waits for its earlier ones, or for other ranks: others may go before it."""
         return False
 
+    @property
+    def computes(self) -> bool:
+        """Whether its work takes so long, or waits for so much, that fetches are not to wait for it."""
+        return False
+
     def take_over(self) -> None:
         """Take the pending work that the pass was made for, when it is queued or run. Idempotent."""
 
@@ -252,28 +257,31 @@ class Queue(Generic[_PassT]):
         jobs = self.of_record.get(record)
         return jobs is None or all(job.done for job in jobs)
 
-    def admissible(self) -> _PassT | None:
+    def admissible(self, *, passing: bool = False, computing: bool = True) -> _PassT | None:
         """Return the first waiting pass, unless an older pass over its record is unfinished. Those that are
         paused, and those behind them over the same record, are passed over: a slot that one of them held
         might be what the ranks that it waits for need.
+
+        passing: so are those whose records are busy. computing: else so are those that compute.
         """
         for job in self.waiting:
             oldest = self.of_record[job.record][0]
-            if not oldest.paused:
-                return job if oldest is job else None
+            if oldest.paused or (job.computes and not computing):
+                continue
+            if oldest is job:
+                return job
+            if not passing:
+                return None
         return None
 
-    def next_tile(self) -> tuple[_PassT, tuple[int, int] | None] | None:
-        """Return the admissible pass with its next tile, which is None for a pass without tiles; None where
-        no pass is admissible. With its last tile a pass waits no more.
+    def next_tile(self, job: _PassT) -> tuple[int, int] | None:
+        """Return the next tile of an admissible pass; None for a pass without tiles. With its last tile a
+        pass waits no more.
         """
-        job = self.admissible()
-        if job is None:
-            return None
         tile = job.progress.next_tile(job.tiles)
         if job.progress.is_last:
             self.waiting.remove(job)
-        return job, tile
+        return tile
 
     def retire_if_over(self, job: _PassT) -> bool:
         """Forget a pass of which nothing is under way any more; return whether it was not forgotten yet."""

@@ -291,8 +291,8 @@ class SimulatedLane:
         return None
 
     def _admit(self) -> None:
-        while self._free and (found := self._queue.next_tile()) is not None:
-            job, _ = found
+        while self._free and (job := self._queue.admissible()) is not None:
+            self._queue.next_tile(job)
             job.progress.admit(None)
             tile = _SimulatedTile(job, slot=bool(job.read_nbytes or job.written_nbytes))
             self._free -= tile.slot

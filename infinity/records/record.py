@@ -141,7 +141,7 @@ class Record:
     def rank_part(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a parameter's values, one-dimensional, a view of `whole`."""
         segment = self.shard.segments[index]
-        return whole.reshape(-1)[segment.first : segment.first + segment.numel]
+        return whole.resolve_neg().reshape(-1)[segment.first : segment.first + segment.numel]
 
     def written(self, name: str, start: int) -> bool:
         """Whether the tile at element `start` of a field, or one in the same span, was ever written. A tile

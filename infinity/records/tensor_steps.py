@@ -9,8 +9,8 @@ since a compiler may contract these to an FMA; a division is by a tensor of the 
 kernels multiply by the reciprocal of a number; square roots are taken in fp64, in which the rounding to fp32
 is that of the exact root.
 
-Intermediate values lie in memory that the caller gives once, in chunks: so a step takes no other memory,
-whatever the size of the record.
+Intermediate values lie in memory that the caller gives once, in chunks: so a step takes no other memory, not
+of a scalar, whatever the size of the record.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from infinity.kernels.operations import rounded
 _WORDS = 3
 _NBYTES = 8 + 4 * _WORDS + 1
 """Of an element: an fp64 value, three of 32 bits, and a mask."""
+_SCALARS_NBYTES = 64
+"""Behind the elements: an fp64 value, and one in fp32."""
 _ALIGN_NUMEL = 64
 
 
@@ -46,36 +48,49 @@ class Scratch:
         self._wide = memory[: 8 * self.numel].view(torch.float64)
         self._words = words.view(_WORDS, self.numel)
         self._mask = memory[(8 + 4 * _WORDS) * self.numel :][: self.numel].view(torch.bool)
+        scalars = memory[_NBYTES * self.numel :][:_SCALARS_NBYTES]
+        self.sum = scalars[:8].view(torch.float64)[0]
+        """A scalar in fp64."""
+        self._divisor = scalars[8:12].view(torch.float32)[0]
 
     @staticmethod
     def numel_of(nbytes: int) -> int:
         """Return how many elements so many bytes are for."""
-        return nbytes // _NBYTES // _ALIGN_NUMEL * _ALIGN_NUMEL
+        return max(0, nbytes - _SCALARS_NBYTES) // _NBYTES // _ALIGN_NUMEL * _ALIGN_NUMEL
 
     @staticmethod
     def nbytes_of(numel: int) -> int:
         """Return the bytes for `numel` elements at once."""
-        return _NBYTES * -(-numel // _ALIGN_NUMEL) * _ALIGN_NUMEL
+        return _NBYTES * -(-numel // _ALIGN_NUMEL) * _ALIGN_NUMEL + _SCALARS_NBYTES
 
     def first(self, numel: int) -> Values:
         """Return memory for `numel` elements."""
         master, grad, other = (word[:numel] for word in self._words)
-        return Values(master, grad, other, self._wide[:numel], self._mask[:numel])
+        return Values(master, grad, other, self._wide[:numel], self._mask[:numel], self._divisor)
 
 
 class Values:
-    """Intermediate values of a chunk, each [numel]: the fp32 master and gradient, another, one in fp64."""
+    """Intermediate values of a chunk, each [numel]: the fp32 master and gradient, another, one in fp64; and a
+    scalar in fp32, `divisor`.
+    """
 
-    __slots__ = ("grad", "mask", "master", "other", "wide")
+    __slots__ = ("divisor", "grad", "mask", "master", "other", "wide")
 
-    def __init__(self, master: Tensor, grad: Tensor, other: Tensor, wide: Tensor, mask: Tensor) -> None:
+    def __init__(
+        self, master: Tensor, grad: Tensor, other: Tensor, wide: Tensor, mask: Tensor, divisor: Tensor
+    ) -> None:
         """Take them."""
         self.master, self.grad, self.other, self.wide, self.mask = master, grad, other, wide, mask
+        self.divisor = divisor
 
     def root(self, values: Tensor) -> Tensor:
         """Return correctly rounded fp32 square roots, in `other`."""
         self.wide.copy_(values).sqrt_()
         return self.other.copy_(self.wide)
+
+    def divide(self, values: Tensor, by: float) -> Tensor:
+        """Divide in place, by a number that is rounded to fp32."""
+        return values.div_(self.divisor.fill_(by))
 
     def canonical(self, *values: Tensor) -> None:
         """Replace every NaN by 0x7FC00000, in place."""
@@ -135,11 +150,6 @@ def _f32(value: float) -> float:
     return float(np.float32(value))
 
 
-def _divide(values: Tensor, by: float) -> Tensor:
-    """Divide in place, by a number that is rounded to fp32."""
-    return values.div_(torch.full((), by, dtype=torch.float32, device=values.device))
-
-
 def adamw(p: Tensor, at: Mapping[str, Tensor], values: Values, scalars: Any) -> None:
     """AdamW: [Note: the adamw step]."""
     struct = rounded(scalars)
@@ -161,7 +171,7 @@ def _adam(p: Tensor, m: Tensor, v: Tensor, values: Values, struct: Any) -> None:
     torch.add(g if struct.lerp_from_grad else m, other, out=m)
     v.mul_(struct.beta2)
     v.add_(torch.mul(g, struct.grad_weight, out=other).mul_(g))
-    denominator = _divide(values.root(v), struct.denom_divisor).add_(struct.eps)
+    denominator = values.divide(values.root(v), struct.denom_divisor).add_(struct.eps)
     p.add_(torch.mul(m, struct.step_factor, out=g).div_(denominator))
     values.canonical(p, m, v)
 
@@ -216,17 +226,16 @@ def lion(p: Tensor, at: Mapping[str, Tensor], values: Values, scalars: Any) -> N
 
 
 @torch.no_grad()
-def square_sum(grad: Tensor, scratch: Scratch) -> Tensor:
-    """Return the fp64 sum of the fp64 squares of a contiguous gradient, a scalar on its device.
+def square_sum(grad: Tensor, scratch: Scratch, total: Tensor) -> None:
+    """Put the fp64 sum of the fp64 squares of a contiguous gradient into `total`, a scalar on its device.
 
     Each square is exact. Chunks are summed by torch, in an order of its own, and added in order: the sum may
     differ from the CPU's kernels' in its last places, as theirs does from the reference recipe's, far below
     what is left when the norm is rounded to fp32.
     """
-    total = torch.zeros((), dtype=torch.float64, device=grad.device)
+    total.zero_()
     flat = grad.view(-1)
     for start in range(0, flat.numel(), scratch.numel):
         chunk = flat[start : start + scratch.numel]
         wide = scratch.first(chunk.numel()).wide.copy_(chunk)
-        total.add_(wide.mul_(wide).sum())
-    return total
+        total.add_(torch.sum(wide.mul_(wide), 0, out=scratch.sum))

@@ -34,7 +34,8 @@ logger = logging.getLogger("infinity")
 @dataclass(frozen=True, slots=True)
 class Records:
     """What whole records on the device need. takes: the bytes of a unit's gradients that stay there with its
-    record. leave: takes them off the device. allowed: whether each optimizer can make its steps there.
+    record. leave: takes them off the device. allowed: whether each optimizer can make its steps there;
+    need_scratch: whether these need memory for intermediate values, which no step in one kernel does.
     failure_was_handled: tells the device that we do without memory that torch did not have.
     """
 
@@ -43,6 +44,7 @@ class Records:
     takes: Callable[[Unit], int]
     leave: Callable[[Unit], None]
     allowed: Callable[[], bool]
+    need_scratch: Callable[[], bool]
     failure_was_handled: Callable[[], None]
 
 
@@ -79,8 +81,8 @@ class DeviceTier:
 
     @property
     def scratch_nbytes(self) -> int:
-        """Bytes of that for intermediate values of updates, where records may live there."""
-        if self._records is None or not self._records.allowed():
+        """Bytes of that for intermediate values of updates, where records may live there and some need it."""
+        if self._records is None or not self._records.allowed() or not self._records.need_scratch():
             return 0
         return scratch_nbytes(self.budget.total_nbytes, self.budget.largest_nbytes)
 

@@ -12,8 +12,10 @@ date, and is woken then.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,9 +30,11 @@ from infinity.records.updates import Update
 from infinity.records.weights import compute_dtype
 from infinity.storage.store import Extent, TensorStore
 from infinity.timeline import Timeline
-from infinity.units.fused_updates import make_step
+from infinity.units.fused_updates import is_fused, make_step
 from infinity.units.unit import Unit
 
+_FOR_NOW_NBYTES = (16 << 20, 1 << 20, 16 << 10)
+"""Of intermediate values that are needed for a while: the first of these that fits."""
 _STATE_DTYPES = {"lo": torch.int16, "m": torch.float32, "v": torch.float32}
 
 
@@ -51,11 +55,11 @@ class DeviceUpdates:
         return self._scratch is not None
 
     def open(self, scratch_nbytes: int) -> None:
-        """Take memory for intermediate values, once.
+        """Take memory for intermediate values, once; 0: what needs any takes it while it needs it.
 
         Raises: DeviceMemoryError where device_memory has no room for it.
         """
-        if self._extent is None:
+        if self._extent is None and scratch_nbytes:
             self._extent = self._store.allocate(scratch_nbytes, "intermediate values of updates")
             self._scratch = Scratch(self._store.tensor(self._extent))
 
@@ -94,7 +98,47 @@ class DeviceUpdates:
         self._lane.check_open()
 
     def _apply(self, unit: Unit) -> None:
-        record, scratch = unit.record, self._begin()
+        record, place = unit.record, self._device.torch_device
+        kinds = [self._kind(unit, one) for one in unit.pending.values()]
+        steps = zip(unit.pending.values(), kinds, strict=True)
+        with self._memory(needed=not all(is_fused(one.recipe.tensors, place, kind) for one, kind in steps)):
+            self._make_steps(unit)
+        with self._lane.lock:
+            record.note_updated()
+            unit.pending.clear()
+            self._lane.changed.notify_all()
+
+    @staticmethod
+    def _kind(unit: Unit, update: Update) -> torch.dtype | None:
+        """Return the type of an update's gradient; None for zeros."""
+        if update.tensor is not None:
+            return update.tensor.dtype
+        if update.field is None:
+            return None
+        return torch.float32 if update.field == "grad32" else compute_dtype(unit.record.schema)
+
+    @contextlib.contextmanager
+    def _memory(self, *, needed: bool) -> Iterator[None]:
+        """Have memory for intermediate values ready inside the `with`; where it is needed and there is none,
+        for as long as that.
+        """
+        for_now = needed and self._extent is None
+        if for_now:
+            room = self._device.room
+            fits = (one for one in _FOR_NOW_NBYTES if room is None or room.fits(one))
+            self.open(next(fits, _FOR_NOW_NBYTES[-1]))
+        try:
+            if self._extent is not None:
+                self._store.arrived(self._extent)
+            yield
+            if self._extent is not None:
+                self._store.used(self._extent)
+        finally:
+            if for_now:
+                self.close()
+
+    def _make_steps(self, unit: Unit) -> None:
+        record, scratch = unit.record, self._scratch
         at = {name: record.tensor(name).view(dtype) for name, dtype in _dtypes(record).items()}
         record.arrived(*at)
         for index, update in unit.pending.items():
@@ -110,11 +154,6 @@ class DeviceUpdates:
             for values, scalars in steps:
                 make_step(update.recipe.tensors, part, values, scalars, scratch)
         record.used(*at)
-        self._end()
-        with self._lane.lock:
-            record.note_updated()
-            unit.pending.clear()
-            self._lane.changed.notify_all()
 
     def _take_room(self, unit: Unit) -> int:
         """Count the gradients of a unit that are to be brought; return the bytes to give back.
@@ -132,16 +171,6 @@ class DeviceUpdates:
             return room.take_all(sizes, f"{unit.name}: gradients that are brought") if room is not None else 0
         finally:
             self.busy = before
-
-    def _begin(self) -> Scratch:
-        if self._scratch is None or self._extent is None:
-            raise AssertionError("expected memory for intermediate values before an update, got none")
-        self._store.arrived(self._extent)
-        return self._scratch
-
-    def _end(self) -> None:
-        if self._extent is not None:
-            self._store.used(self._extent)
 
     def _gradient(self, unit: Unit, index: int, update: Update) -> torch.Tensor | None:
         """Return an update's gradient, on the device; None for zeros."""
@@ -164,11 +193,19 @@ class DeviceUpdates:
         """Return the fp64 sum of the squares of each of these gradients, which are on the device. The host
         waits for it once.
         """
-        scratch = self._begin()
-        sums = torch.stack([square_sum(one, scratch) for one in gradients])
-        self._end()
-        found: list[float] = self._device.to_host(sums).tolist()
-        return found
+        room, nbytes = self._device.room, 8 * len(gradients)
+        taken = room.take(nbytes, "sums of squares of gradients") if room is not None else 0
+        try:
+            sums = torch.empty(len(gradients), dtype=torch.float64, device=gradients[0].device)
+            with self._memory(needed=True):
+                for gradient, total in zip(gradients, sums, strict=True):
+                    if self._scratch is not None:
+                        square_sum(gradient, self._scratch, total)
+            found: list[float] = self._device.to_host(sums, ours=False).tolist()
+            return found
+        finally:
+            if room is not None:
+                room.give_back(taken)
 
 
 def _of_zeros(steps: Iterable[tuple[Any, int]]) -> list[tuple[None, Any]]:

@@ -29,14 +29,16 @@ _OF_ZEROS = 0
 
 
 def make_step(
-    step: TensorStep, at: Mapping[str, Tensor], grad: Tensor | None, scalars: Any, scratch: Scratch
+    step: TensorStep, at: Mapping[str, Tensor], grad: Tensor | None, scalars: Any, scratch: Scratch | None
 ) -> None:
     """Make a step of a part of a record, in place, as tensor_steps.make_step does: in one kernel where there
-    is one for this step and this device, by torch's own operations elsewhere.
+    is one for this step and this device, by torch's own operations elsewhere, in `scratch`.
     """
     device = at["hi"].device
-    kernel = kernel_of(device) if device.type == "cuda" and step in _IS_ADAM else None
-    if kernel is None or (grad is not None and grad.dtype not in _KINDS):
+    kernel = kernel_of(device) if is_fused(step, device, None if grad is None else grad.dtype) else None
+    if kernel is None:
+        if scratch is None:
+            raise AssertionError("expected memory for the intermediate values of a step, got none")
         tensor_steps.make_step(step, at, grad, scalars, scratch)
         return
     numel = at["hi"].numel()
@@ -52,6 +54,15 @@ def make_step(
         ffi.new("int32_t *", _IS_ADAM[step]),
     ]
     kernel.launch(numel, torch.cuda.current_stream(device).cuda_stream, arguments)
+
+
+def is_fused(step: TensorStep | None, device: torch.device, grad: torch.dtype | None) -> bool:
+    """Whether a step is made in one kernel, which needs no memory for intermediate values. grad: the type of
+    the gradient; None for zeros.
+    """
+    if device.type != "cuda" or step not in _IS_ADAM or (grad is not None and grad not in _KINDS):
+        return False
+    return kernel_of(device) is not None
 
 
 @functools.cache

@@ -220,6 +220,8 @@ class Unit:
             self.name,
         )
         self._abandoned.append(StorageWeakRef(self.flat.untyped_storage()))
+        if self._has_block:
+            self._opened.blocks.outlived(self.flat)
         return True
 
     def _bind(self, flat: torch.Tensor, memory: mmap | torch.Tensor | None) -> None:

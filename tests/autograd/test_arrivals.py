@@ -500,3 +500,33 @@ def test_the_optimizer_of_now_applies_gradients_in_the_backward_and_not_the_one_
     expected = loop(plain, lambda model, _: ReferenceAdamW(model.parameters(), lr=1e-2))
     actual = loop(ours, lambda model, update: infinity.AdamW(model.parameters(), lr=1e-2, update=update))
     assert differences(expected, actual) == []
+
+
+class Negated(torch.autograd.Function):
+    """Returns what it is given; its gradient is negated lazily by torch: its memory has another sign."""
+
+    @staticmethod
+    def forward(ctx, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch._neg_view(-grad)
+
+
+@pytest.mark.parametrize("numel", [1, 300])
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_a_gradient_that_torch_negates_lazily_counts_as_what_it_is(nvme, update, numel):
+    def trained(made):
+        torch.manual_seed(0)
+        with infinity.Init(nvme=nvme, host_memory="64MiB"):
+            model = Wrap(lambda self, x: (made(self.a.weight) * x).sum(), a=nn.Linear(numel, 1, bias=False))
+        optimizer = infinity.AdamW(model.parameters(), lr=0.1, update=update)
+        for _ in range(3):
+            for _ in range(1 + (update == "forward")):
+                model(torch.linspace(-1, 2, numel).bfloat16()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()["a.weight"]
+
+    assert torch.equal(trained(Negated.apply), trained(torch.clone))

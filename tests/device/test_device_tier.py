@@ -11,13 +11,21 @@ import torch
 from torch import nn
 
 import simulated
+import simulated_faults
 import simulated_tiers
 from infinity import AdamW, Config, Init, gathered, stats
 from infinity.device.device import AcceleratorDevice
 from infinity.engine import engine as engine_module
 from infinity.engine.engine import engine_of_model
 from infinity.errors import DeviceMemoryError
+from infinity.optim import ownership
 from infinity.planning.budget import DeviceBudget, divide_device
+from infinity.records import tensor_steps
+from infinity.records.tensor_steps import Scratch
+from infinity.records.update_rules import ADAMW
+from infinity.reference import ReferenceAdamW, prepare
+from infinity.reference import clip_grad_norm_ as reference_clip
+from infinity.units import device_updates
 from infinity.units.device_tier import lives_on_device
 from streams import LateStreams
 
@@ -25,12 +33,9 @@ pytestmark = [pytest.mark.disk, pytest.mark.multi]
 
 FROZEN = ["frozen, no room", "frozen, room for half", "frozen, room for all"]
 RECORDS = ["records, no room", "records, room for half", "records, room for all", "records, later"]
+PLANTED = [f"fault: {name}" for name in simulated_faults.BUDGETS]
 QUICK = [*FROZEN, *RECORDS, "trained, no room", "trained, room for all", "clipped"]
 LAYER = simulated_tiers.LAYER_NBYTES
-LATE = 2 * LAYER
-"""Bytes that the device may hold beyond what is counted, for a moment, on a busy machine: seen, up to 1.6
-layers, and not explained yet.
-"""
 SETTLED = 2
 """Steps after which nothing moves to another place."""
 
@@ -38,14 +43,15 @@ SETTLED = 2
 @pytest.fixture(scope="module")
 def quick():
     """What the quick cases said."""
-    return {name: one for name, (one,) in simulated.results(*QUICK).items()}
+    return {name: one for name, (one,) in simulated.results(*QUICK, *PLANTED).items()}
 
 
 def assert_within_its_budget(one):
     assert (one.get("crash"), one["killed"], one["raised"], one["failure"]) == (None, "", "", ""), one
     assert (one["losses"], one["different"], one["warned"]) == (True, [], []), one
     assert one["ledger_peak"] <= one["device_memory"], one
-    assert one["most"] <= one["device_memory"] + one["activations"] + LATE, one
+    assert one["most"] <= one["device_memory"] + one["activations"], one
+    assert one["uncounted"] == [0], one
     assert min(one["late_copies"], one["late_kernels"]) > 0, one
     assert 0 < one["locked"] <= one["host_memory"], one
 
@@ -58,6 +64,12 @@ def per_step(one, way="uploaded"):
 @pytest.mark.parametrize("name", QUICK)
 def test_bits_are_the_recipes_and_budgets_are_kept(quick, name):
     assert_within_its_budget(quick[name])
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_memory_that_is_held_beyond_what_is_counted_is_seen(quick, name):
+    assert (quick[name]["raised"], quick[name]["failure"], quick[name]["losses"]) == ("", "", True)
+    assert max(quick[name]["uncounted"]) >= LAYER
 
 
 def test_a_frozen_base_that_fits_the_device_is_uploaded_once(quick):
@@ -244,3 +256,56 @@ def test_gathering_more_than_the_device_has_room_for_is_refused_with_the_numbers
         pass
     with gathered(model[:3]):
         assert all(part.weight.abs().sum() > 0 for part in model[:3])
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Steps of Adam's kind are made in one kernel, which needs no memory: here by torch, in memory apart."""
+    apart = Scratch(torch.empty(Scratch.nbytes_of(1024), dtype=torch.uint8))
+    given = []
+
+    def is_fused(step, device, grad):
+        return step is ADAMW.tensors
+
+    def make_step(step, at, grad, scalars, scratch):
+        given.append(scratch)
+        tensor_steps.make_step(step, at, grad, scalars, apart if scratch is None else scratch)
+
+    monkeypatch.setattr(ownership, "is_fused", is_fused)
+    monkeypatch.setattr(device_updates, "is_fused", is_fused)
+    monkeypatch.setattr(device_updates, "make_step", make_step)
+    return given
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_where_a_step_is_one_kernel_no_memory_of_the_device_is_for_intermediate_values(
+    folder, late, fused, clip
+):
+    torch.manual_seed(0)
+    late.free = 64 << 20
+    model = built(folder)
+    optimizer = AdamW(model.parameters(), **simulated_tiers.SETTINGS)
+    torch.manual_seed(0)
+    plain = prepare(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))), torch.bfloat16)
+    reference = ReferenceAdamW(plain.parameters(), **simulated_tiers.SETTINGS)
+    for step in range(4):
+        for one, clipped, its in (
+            (model, torch.nn.utils.clip_grad_norm_, optimizer),
+            (plain, None, reference),
+        ):
+            torch.manual_seed(step)
+            one(torch.randn(3, 64).bfloat16()).float().square().mean().backward()
+            if clip is not None and clipped is None:
+                reference_clip(its, clip)
+            elif clip is not None:
+                clipped(one.parameters(), clip)
+            its.step()
+            its.zero_grad()
+    engine = engine_of_model(model)
+    assert all(unit.record.on_device for unit in engine.units)
+    assert set(fused) == {None}
+    assert engine.tier.scratch_nbytes == 0
+    assert sum(unit.record.nbytes("device") for unit in engine.units) == 4 * simulated_tiers.RECORD_NBYTES
+    assert stats(model).device_nbytes == 4 * simulated_tiers.RECORD_NBYTES
+    found = model.state_dict()
+    assert all(torch.equal(found[key], value) for key, value in plain.state_dict().items())

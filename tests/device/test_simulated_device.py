@@ -32,7 +32,20 @@ def assert_exact(names, said):
             assert (one["killed"], one["raised"], one["failure"]) == ("", "", ""), one
             assert one["warned"] == [], one
             assert (one["losses"], one["different"]) == (True, []), one
+            assert_counted(one)
             assert min(one["late_copies"], one["late_kernels"]) > 0, one
+
+
+def assert_counted(one):
+    """Beside what the ledger counts, the device holds what a plain backward holds at the same use: less of
+    what is offloaded, or counted before another thread allocates it. And at most so much beside the limit.
+    """
+    case = simulated_cases.CASES.get(one["case"])
+    if case is None or case.offload is not None:
+        assert one["uncounted"][-1] <= 0, one
+    else:
+        assert one["uncounted"] == [0], one
+    assert one["most"] <= one["device_memory"] + one["activations"], one
 
 
 def assert_caught(names, said):
@@ -85,5 +98,7 @@ def test_every_other_dropped_order_is_found_in_a_training():
 
 
 @pytest.mark.slow
-def test_two_ranks_have_the_bits_of_plain_data_parallelism():
-    assert_exact(simulated_ranks.CASES, simulated.results(*simulated_ranks.CASES))
+@pytest.mark.parametrize("delay", simulated_ranks.DELAYS)
+def test_two_ranks_have_the_bits_of_plain_data_parallelism_at_every_delay(delay):
+    names = [name for name in simulated_ranks.CASES if name.endswith(f", {delay}")]
+    assert_exact(names, simulated.results(*names))

@@ -32,11 +32,19 @@ def record_on(disk, numels):
     return record
 
 
-@pytest.fixture(params=[1, 2, 7], ids="slots={}".format)
+@pytest.fixture(params=[(1, False), (2, False), (7, False), (1, True), (5, True)], ids=str)
 def lane(request):
-    lane = StreamLane(Pool(TILE * 16, request.param))
+    """A lane with some slots, and with a worker or without."""
+    slots, apart = request.param
+    lane = StreamLane(Pool(TILE * 16, slots), apart=apart)
     yield lane
     lane.close()
+
+
+class Update(WritePass):
+    """A pass that a worker computes."""
+
+    computes = True
 
 
 def test_what_was_written_is_read_with_any_number_of_slots(lane, seed):
@@ -59,7 +67,8 @@ def test_passes_over_one_record_keep_their_order_even_when_promoted(lane, seed):
     results = []
     for number in range(8):
         for one in (record, other):
-            lane.submit(WritePass(one, TILE, {0: {"master": torch.full((6000,), float(number))}}))
+            kind = WritePass if number % 2 else Update
+            lane.submit(kind(one, TILE, {0: {"master": torch.full((6000,), float(number))}}))
             into = {"master": torch.empty(6000)}
             job = ReadPass(one, 0, TILE, into)
             lane.submit(job, urgent=number % 3 == 0)
@@ -155,17 +164,18 @@ def test_where_all_gradients_are_late_the_oldest_is_waited_for(seed):
 class _Gated:
     """A transfer that is over when its gate is open."""
 
-    began_s, ended_s = 0.0, None
+    ended_s = None
 
     def __init__(self):
-        self.gate = threading.Event()
+        self.gate, self.began_s = threading.Event(), time.perf_counter()
 
     @property
     def done(self):
         return self.gate.is_set()
 
-    def wait(self):
-        assert self.gate.wait(10)
+    def wait(self, timeout_s=None):
+        if not self.gate.wait(timeout_s or 10):
+            raise TimeoutError
 
 
 class _Moving(_Order):

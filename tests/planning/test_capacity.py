@@ -96,7 +96,7 @@ def test_a_vocabulary_without_tiles_is_refused_on_a_small_device():
     settings = {"tokens": 256, "loss_tiles": True, "host_nbytes": GIB, "device_nbytes": 900 * MIB}
     whole = asked(llama("vocabulary", 2, 1024, 2048, 256_000), machine, **settings)
     refused(whole, "alone takes 1000.0 MiB with its gradient, more than the GPU's 900.0 MiB")
-    assert any("tile_above" in idea.change and idea.planned.fits for idea in ideas(whole))
+    assert any("--tile-above" in idea.change and idea.planned.fits for idea in ideas(whole))
 
 
 def test_one_layer_that_is_larger_than_the_device_is_named():

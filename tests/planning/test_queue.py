@@ -56,12 +56,27 @@ class Pausing(Walk):
 def test_others_go_before_a_pass_that_is_paused_and_those_that_wait_for_it():
     pausing, behind, other = Pausing("a"), Walk("a"), Walk("b")
     queue = queued(pausing, behind, other)
-    assert queue.next_tile() == (other, None)
+    assert queue.admissible() is other
+    assert queue.next_tile(other) is None
     assert list(queue.waiting) == [pausing, behind]
-    assert queue.next_tile() is None
+    assert queue.admissible() is None
     pausing.paused = False
-    assert queue.next_tile() == (pausing, None)
-    assert queue.next_tile() is None, "the pass behind it waits until it is finished"
+    assert queue.admissible() is pausing
+    assert queue.next_tile(pausing) is None
+    assert queue.admissible() is None, "the pass behind it waits until it is finished"
+
+
+class Computing(Walk):
+    computes = True
+
+
+def test_where_fetches_do_not_wait_for_updates_those_of_busy_records_and_updates_are_passed_over():
+    update, fetch, other, last = Computing("a"), Walk("a"), Computing("b"), Walk("c")
+    queue = queued(update, fetch, other, last)
+    assert queue.admissible(passing=True) is begin(queue) is update
+    assert queue.admissible() is None
+    assert queue.admissible(passing=True) is other
+    assert queue.admissible(passing=True, computing=False) is last
 
 
 def test_an_urgent_pass_takes_the_older_ones_over_its_record_along():

@@ -90,9 +90,10 @@ void sim_unlock(void* p) {
   for (auto* stream : in_use) stream->drain();
 }
 
-// Sets the delay of late copies and kernels, in microseconds; with `jitter`, a seed, 0 to twice as much.
-void sim_delay(int copy_us, int kernel_us, unsigned jitter) {
-  sim::copy_us = copy_us, sim::kernel_us = kernel_us, sim::jitter = jitter;
+// Sets the delay of late copies and kernels, in microseconds; with `jitter`, a seed, 0 to twice as much; and
+// that of every event, which the host sees so much later than the work before it is over.
+void sim_delay(int copy_us, int kernel_us, unsigned jitter, int event_us) {
+  sim::copy_us = copy_us, sim::kernel_us = kernel_us, sim::jitter = jitter, sim::event_us = event_us;
 }
 
 // Says whether a race raises where it is queued, or happens; either way it is kept as a failure.

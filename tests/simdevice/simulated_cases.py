@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import re
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,11 +16,14 @@ import transformers
 import models
 import quantised
 import simulated_faults
-from infinity import AdamW, Init
+from infinity import AdamW, Init, stats
 from infinity.engine import engine as engine_module
+from infinity.engine.engine import engine_of_model
+from infinity.errors import DeviceMemoryError
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import clip_grad_norm_ as reference_clip
 from places import disk
+from simulated_counts import Uses, plain_uses
 from simulator import Simulator
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
@@ -29,7 +34,7 @@ EAGER = "eager"  # transformers' other implementations of experts choose by the 
 class Case:
     """model: a name of models.MODELS, or "lora" or "experts"; device: device_memory; interrupted: a hook
     raises in one backward; evaluated: parts of the model run before each step; length: of the sequences;
-    copy_us, kernel_us: delays in microseconds, with `jitter`, a seed, 0 to twice as long; fault: of
+    copy_us, kernel_us, event_us: delays in microseconds, with `jitter`, a seed, 0 to twice as long; fault: of
     simulated_faults.
     """
 
@@ -47,6 +52,7 @@ class Case:
     length: int = 16
     copy_us: int = 200
     kernel_us: int = 0
+    event_us: int = 50
     jitter: int = 0
     fault: str = ""
 
@@ -102,6 +108,8 @@ WIDER = "160KiB"  # of device_memory: a recomputed block, or the experts of a la
 OFFLOADED = Case(device=WIDER, checkpoint="non-reentrant", offload="host", memory="512KiB", length=64)
 BASES = {
     "llama": LLAMA,
+    "llama in the least": replace(LLAMA, device="the least", update="forward"),
+    "gpt2 in the least": replace(CLIPPED, model="gpt2", device="the least", clip=1.0),
     "llama in much memory": replace(LLAMA, memory="64MiB", device=None),
     "clipped": CLIPPED,
     "clipped on the device": replace(CLIPPED, device=None, steps=4),
@@ -171,20 +179,23 @@ def _interrupt(model, place):
         parameter.grad = None
 
 
+def _backward(case, model, number, place):
+    ids = models.batch(number, length=case.length).to(place)
+    if case.evaluated:
+        with torch.no_grad():
+            model.model.layers[0].mlp(model.model.embed_tokens(ids))
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.item()
+
+
 def train(case, model, optimizer, place):
     """Return the losses."""
     losses = []
     for step in range(case.steps):
         if case.interrupted and step == 1:
             _interrupt(model, place)
-        for micro in range(case.accumulate):
-            ids = models.batch(100 * step + micro, length=case.length).to(place)
-            if case.evaluated:
-                with torch.no_grad():
-                    model.model.layers[0].mlp(model.model.embed_tokens(ids))
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            losses.append(loss.item())
+        losses += [_backward(case, model, 100 * step + micro, place) for micro in range(case.accumulate)]
         if case.clip is not None and isinstance(optimizer, ReferenceAdamW):
             reference_clip(optimizer, case.clip)
         elif case.clip is not None:
@@ -202,30 +213,67 @@ def expected(case):
     return train(case, model, optimizer, "cpu"), model.state_dict()
 
 
-def found(case):
-    """Return the losses and the weights on the simulated device."""
+def opened(case, folder, device_memory):
     settings = {"offload_activations": case.offload} if case.offload else {}
+    torch.manual_seed(0)
+    with Init(nvme=folder, host_memory=case.memory, device="sim", device_memory=device_memory, **settings):
+        return models.MODELS[case.model]()
+
+
+def least(case):
+    """Return the smallest device_memory that works, as the error for a smaller one names it."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="infinity-", dir=disk()) as folder:
+            opened(case, folder, 1024)
+    except DeviceMemoryError as error:
+        return int(re.search(r"needs (\d+) bytes", str(error))[1])
+    raise AssertionError("1 KiB of device_memory was not refused")
+
+
+def found(case, simulator, plain_pass):
+    """Return the losses and the weights on the simulated device, and what that held."""
+    device_memory = least(case) if case.device == "the least" else case.device
+    gc.collect()
+    before = simulator.counts()["allocated"]
+    simulator.restart()
     with tempfile.TemporaryDirectory(prefix="infinity-", dir=disk()) as folder:
-        torch.manual_seed(0)
-        with Init(nvme=folder, host_memory=case.memory, device="sim", device_memory=case.device, **settings):
-            model = models.MODELS[case.model]()
+        model = opened(case, folder, device_memory)
         model.to("sim")
         _ready(model, case.checkpoint)
         trained = [one for one in model.parameters() if one.requires_grad]
         optimizer = AdamW(trained, update=case.update, **SETTINGS)
+        room = engine_of_model(model).device.room
+        before += sum(room.nbytes(one.nbytes) for one in model.buffers())
+        uses = Uses(model, lambda: simulator.counts()["allocated"] - before - room.ledger.held_nbytes)
         losses = train(case, model, optimizer, "sim")
-        return losses, {key: value.cpu() for key, value in model.state_dict().items()}
+        if case.model == "experts":  # which of them a later batch uses depends on the weights by then
+            del uses.passes[1:]
+        held = {
+            "most": simulator.counts()["peak"] - before,
+            "device_memory": stats(model).device_budget_nbytes,
+            "uncounted": uses.beside(plain_pass),
+        }
+        return losses, {key: value.cpu() for key, value in model.state_dict().items()}, held
+
+
+def plain(case: Case, simulator: Simulator) -> tuple[int, list[int]]:
+    """Return what a first backward takes on the device in plain PyTorch, see plain_uses."""
+    torch.manual_seed(0)
+    model = _ready(prepare(models.MODELS[case.model](), torch.bfloat16), case.checkpoint)
+    return plain_uses(model, lambda model: _backward(case, model, 0, "sim"), simulator)
 
 
 def run(case: Case, simulator: Simulator) -> dict[str, object]:
-    """Train a case, here and in memory, and say how they differ."""
+    """Train a case, here and in memory, and say how they differ, and what the device held."""
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         losses, weights = expected(case)
-        simulator.delay(case.copy_us, case.kernel_us, case.jitter)
+        activations, plain_pass = plain(case, simulator)
+        gc.collect()
+        simulator.delay(case.copy_us, case.kernel_us, case.jitter, case.event_us)
         simulator.restart()
         if case.fault:
             simulated_faults.FAULTS[case.fault].plant(engine_module)
-        here, values = found(case)
+        here, values, held = found(case, simulator, plain_pass)
     torch.accelerator.synchronize()
     different = [key for key, value in weights.items() if not torch.equal(value, values[key])]
-    return {"losses": here == losses, "different": different}
+    return {"losses": here == losses, "different": different, "activations": activations, **held}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from infinity.device.device import AcceleratorDevice, Download
+from infinity.device.room import DeviceRoom
 from infinity.device.store import DeviceStore
 from infinity.device.streams import HostMemory
 from infinity.storage.store import DONE
@@ -94,10 +95,31 @@ class StoresAreUsedAtOnce(AcceleratorDevice):
         return self.Store(self.torch_device, self._streams, self.memory, self.room, self._count)
 
 
-class NoKeep(SimStreams):
+class NothingIsHeld(AcceleratorDevice):
     """The memory of a gradient is freed while it is downloaded."""
 
-    def keep(self, stream, tensor): ...
+    class Room(DeviceRoom):
+        def leaves(self, nbytes, future, *held):
+            super().leaves(nbytes, future)
+
+    def __init__(self, place, streams):
+        super().__init__(place, streams)
+        self.room = self.Room()
+
+
+class LeftToTheAllocator(AcceleratorDevice):
+    """That memory is kept by torch's allocator, which looks for the end of the download itself."""
+
+    class Room(DeviceRoom):
+        def leaves(self, nbytes, future, *held):
+            for one in held:
+                self.streams.keep(self.down, one)
+            super().leaves(nbytes, future)
+
+    def __init__(self, place, streams):
+        super().__init__(place, streams)
+        self.room = self.Room()
+        self.room.streams, self.room.down = streams, self._down
 
 
 class DownloadsDoNotWait(SimStreams):
@@ -159,7 +181,7 @@ FAULTS = {
     "arrived": Fault("not ordered behind an upload", device=NoWaitForUploads),
     "allocated": Fault("not ordered behind", device=NoWaitForMemory),
     "download": Fault("a download on stream", streams=DownloadsDoNotWait),
-    "kept": Fault("not ordered behind a download", settings=SLOW, streams=NoKeep),
+    "held": Fault("not ordered behind a download", settings=SLOW, device=NothingIsHeld),
     "read early": Fault("", settings=LATE, device=DownloadsAreRead),
     "slot reused": Fault("the host changed the source of an upload", settings=LATE, device=SlotsAreReused),
     "host kernel": Fault("SIGSEGV", device=HostKernel),
@@ -173,3 +195,5 @@ ORDERS = {
     "unmapped": Fault("host memory is unpinned while an upload", are_dropped=unlock_behind_downloads),
 }
 """Orders that no training here depends on: each is caught by a sequence of calls of its own."""
+BUDGETS = {"left to the allocator": Fault("more than is counted", device=LeftToTheAllocator)}
+"""Memory that is held beyond what is counted, which counting at every use finds: see simulated_tiers."""

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+import simulated_faults
 from infinity import AdamW, Init, stats
+from infinity.engine import engine as engine_module
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import clip_grad_norm_ as reference_clip
 from places import disk
+from simulated_counts import Uses, plain_uses
 from simulator import Simulator
 
 WIDTH = 64
@@ -34,7 +37,8 @@ class Tower:
 
     room: layers that may live on the device; records: whole ones that may, with gradients of `kept` bytes an
     element beside them; nvme: whether records lie there; accumulate: backwards of a
-    step; evaluated: forwards without gradients after each step; copy_us, kernel_us: delays in microseconds.
+    step; evaluated: forwards without gradients after each step; copy_us, kernel_us, event_us: delays in
+    microseconds; fault: of simulated_faults.BUDGETS.
     """
 
     layers: int = 66
@@ -51,6 +55,8 @@ class Tower:
     steps: int = 4
     copy_us: int = 200
     kernel_us: int = 20
+    event_us: int = 100
+    fault: str = ""
 
     @property
     def device_nbytes(self) -> int:
@@ -92,6 +98,10 @@ TOWERS = {
         frozen=False, layers=12, records=6, kept=2, update="forward", nvme=False, host="8MiB"
     ),
     "accumulated": Tower(frozen=False, layers=12, steps=3, room=2, update="forward", accumulate=3),
+}
+TOWERS |= {
+    f"fault: {name}": Tower(frozen=False, layers=12, steps=2, event_us=2000, fault=name)
+    for name in simulated_faults.BUDGETS
 }
 
 
@@ -152,44 +162,34 @@ def waits_of_clipping(model: nn.Module, simulator: Simulator) -> int:
     return simulator.counts()["host_waits"] - before
 
 
-def plain_activations(tower: Tower, simulator: Simulator) -> int:
-    """Return the most bytes that a backward takes in plain PyTorch beside the parameters, where each gradient
-    is dropped as it comes.
-    """
-    torch.manual_seed(0)
-    model = prepare(build(tower), torch.bfloat16)
-    simulator.restart()
-    before = simulator.counts()["allocated"]
-    model.to("sim")
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)
-    parameters = simulator.counts()["allocated"] - before
-    for number in range(2):
-        _backward(model, number, "sim")
-    torch.accelerator.synchronize()
-    return simulator.counts()["peak"] - before - parameters
-
-
 def run(name: str, simulator: Simulator) -> dict[str, object]:
     """Train a tower, here and in memory, and say how they differ, and what every step took."""
     tower = TOWERS[name]
-    activations = plain_activations(tower, simulator)
+    torch.manual_seed(0)
+    model = prepare(build(tower), torch.bfloat16)
+    activations, plain_pass = plain_uses(model, lambda model: _backward(model, 0, "sim"), simulator)
+    del model
     torch.manual_seed(0)
     plain = prepare(build(tower), torch.bfloat16)
     expected = train(tower, plain, ReferenceAdamW(_trained(plain), **SETTINGS), "cpu")
-    simulator.delay(tower.copy_us, tower.kernel_us, 3)
+    simulator.delay(tower.copy_us, tower.kernel_us, 3, tower.event_us)
     simulator.restart()
     before = simulator.counts()["allocated"]
+    if tower.fault:
+        simulated_faults.BUDGETS[tower.fault].plant(engine_module)
     with tempfile.TemporaryDirectory(prefix="infinity-", dir=disk()) as folder:
         torch.manual_seed(0)
         device = {"device": "sim", "device_memory": tower.device_nbytes}
         with Init(nvme=folder if tower.nvme else None, host_memory=tower.host, **device):
             ours = build(tower)
-        engine_of_model(ours).timeline.start()
+        engine = engine_of_model(ours)
+        engine.timeline.start()
+        held = engine.device.room.ledger
+        uses = Uses(ours, lambda: simulator.counts()["allocated"] - before - held.held_nbytes)
         optimizer = AdamW(_trained(ours), update=tower.update, **SETTINGS)
         seen = [stats(ours)]
         losses = train(tower, ours, optimizer, "sim", lambda: seen.append(stats(ours)))
+        uncounted = uses.beside(plain_pass)
         torch.accelerator.synchronize()
         counts = simulator.counts()
         waits = waits_of_clipping(ours, simulator) if tower.clip is not None else 0
@@ -201,6 +201,7 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         "different": different,
         "device_memory": tower.device_nbytes,
         "activations": activations,
+        "uncounted": uncounted,
         "most": counts["peak"] - before,
         "ledger_peak": seen[-1].device_peak_nbytes,
         "locked": counts["page_locked_peak"],
@@ -215,10 +216,6 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         "timeline": timeline,
         "printed": str(seen[-1]),
     }
-
-
-def _drop_gradient(parameter):
-    parameter.grad = None
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -85,9 +85,11 @@ class Simulator:
         self._library.sim_unlock.argtypes = [ctypes.c_void_p]
         self._library.sim_text.restype = ctypes.c_char_p
 
-    def delay(self, copy_us: int = 0, kernel_us: int = 0, jitter: int = 0) -> None:
-        """Let late copies and kernels take so long; with `jitter`, a seed, 0 to twice as long."""
-        self._library.sim_delay(copy_us, kernel_us, jitter)
+    def delay(self, copy_us: int = 0, kernel_us: int = 0, jitter: int = 0, event_us: int = 0) -> None:
+        """Let late copies and kernels take so long; with `jitter`, a seed, 0 to twice as long. event_us: by
+        which the host sees every event later than the work before it is over.
+        """
+        self._library.sim_delay(copy_us, kernel_us, jitter, event_us)
 
     def strict(self, *, raises: bool) -> None:
         """Whether a race raises where it is queued; else it happens, and `failure` tells of it."""

@@ -5,7 +5,7 @@ using Clock = std::map<int, uint64_t>;  // by stream: how many of its accesses c
 
 std::mutex state_mutex;  // guards clocks, accesses, blocks, counters and the failure
 Clock host;              // the accesses that the host has waited for
-std::atomic<int> copy_us{0}, kernel_us{0};
+std::atomic<int> copy_us{0}, kernel_us{0}, event_us{0};
 std::atomic<unsigned> jitter{0};
 std::atomic<bool> strict{true};
 std::string failure;  // the first race, or the first error on a stream's thread
@@ -119,6 +119,7 @@ Event record_event(StreamThread* stream) {
     event->known = stream->known;
   }
   stream->push([event] {
+    if (event_us) std::this_thread::sleep_for(std::chrono::microseconds(event_us));
     Lock lock(event->mutex);
     event->over = true;
     event->changed.notify_all();

@@ -1,0 +1,226 @@
+"""The thread beside the lane's, which computes. The disk is faked, as for the lane; gates stand for updates
+that take long.
+"""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from fakes import FakeDisk
+from infinity.errors import EngineFailedError
+from infinity.lane import lane as lanes
+from infinity.lane.lane import Pass, StreamLane
+from infinity.lane.passes import ReadPass, WritePass
+from infinity.planning.layout import ALIGN_NUMEL, lay_out, tiles
+from infinity.records.record import Record, Traffic
+from infinity.storage.memory import Ledger, Pool
+from infinity.storage.store import HostStore
+from leftovers import held, left_since
+
+TILE = ALIGN_NUMEL
+
+
+def record_on(disk, numel):
+    record = Record(lay_out([("p", (numel,))]), TILE, Traffic(), name="layers.3")
+    for field in ("hi", "lo", "m", "v"):
+        record.add(field, disk)
+    return record
+
+
+class Logged(Pass):
+    """Notes that it was worked on, once its gate is open."""
+
+    def __init__(self, record, name, log, gate=None):
+        super().__init__(record)
+        self.name, self.log, self.gate, self.begun = name, log, gate, threading.Event()
+
+    def tiles(self):
+        return tiles(TILE, TILE)
+
+    def reads_and_writes(self, start, stop):
+        return (), ()
+
+    def process(self, start, stop, at):
+        self.begun.set()
+        if self.gate:
+            self.gate.wait(10)
+        self.log.append(self.name)
+
+
+class Gated:
+    """A transfer that is over when its gate is open."""
+
+    ended_s = None
+
+    def __init__(self):
+        self.gate, self.began_s = threading.Event(), time.perf_counter()
+
+    @property
+    def done(self):
+        return self.gate.is_set()
+
+    def wait(self, timeout_s=None):
+        if not self.gate.wait(timeout_s or 10):
+            raise TimeoutError
+
+
+class Moving(Logged):
+    """A pass that moves something more, such as an upload."""
+
+    def __init__(self, record, transfer):
+        super().__init__(record, "", [])
+        self.transfer = transfer
+
+    def process(self, start, stop, at):
+        return (self.transfer,)
+
+
+@pytest.fixture
+def two():
+    """A lane with a worker, and four slots."""
+    lane = StreamLane(Pool(TILE * 16, 4), apart=True)
+    yield lane
+    lane.close()
+
+
+class Computing(Logged):
+    """An update that lasts until its gate is opened; with a tile in a slot."""
+
+    computes = True
+
+    def __init__(self, seed, gate=None, log=None):
+        super().__init__(record_on(FakeDisk(seed), 10), "update", [] if log is None else log, gate)
+
+    def reads_and_writes(self, start, stop):
+        return (), ("hi",)
+
+
+@pytest.fixture
+def gate():
+    """Opened at the end, whatever a test finds, so that nothing waits for it for long."""
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+def test_a_fetch_and_its_upload_end_while_an_update_is_still_computing(two, gate, seed):
+    record, upload = record_on(FakeDisk(seed), TILE), Gated()
+    two.submit(WritePass(record, TILE, {0: {"master": torch.ones(TILE)}}))
+    update = Computing(seed, gate)
+    two.submit(update)
+    assert update.begun.wait(10)
+    read = ReadPass(record, 0, TILE, into := {"master": torch.empty(TILE)})
+    moving = Moving(record_on(FakeDisk(seed), 10), upload)
+    upload.gate.set()
+    for job in (read, moving):
+        two.submit(job, urgent=True)
+        two.wait(job, finished=True)
+    assert into["master"].tolist() == [1.0] * TILE
+    assert not update.done
+    gate.set()
+    two.wait(update, finished=True)
+
+
+def test_updates_leave_a_slot_to_fetches_however_many_there_are(two, gate, seed):
+    updates = [Computing(seed + n, gate) for n in range(6)]
+    for job in updates:
+        two.submit(job)
+    assert updates[0].begun.wait(10)
+    record = record_on(FakeDisk(seed), TILE)
+    for job in (
+        WritePass(record, TILE, {0: {"master": torch.ones(TILE)}}),
+        ReadPass(record, 0, TILE, {"master": torch.empty(TILE)}),
+    ):
+        two.submit(job)
+        two.wait(job)
+    assert not any(job.done for job in updates)
+    gate.set()
+    two.drain()
+
+
+def test_nobody_waits_behind_a_fetch_whose_record_is_being_updated(two, gate, seed):
+    update = Computing(seed, gate)
+    behind, other = (
+        Logged(update.record, "behind", update.log),
+        Logged(record_on(HostStore(Ledger(1 << 24)), 10), "other", update.log),
+    )
+    for job in (update, behind, other):
+        two.submit(job)
+    two.wait(other)
+    assert update.log == ["other"]
+    gate.set()
+    two.drain()
+    assert update.log == ["other", "update", "behind"]
+
+
+def test_what_was_read_first_is_worked_on_first(two, seed, monkeypatch):
+    monkeypatch.setattr(lanes, "_PATIENCE_S", 60.0)
+    slow, fast = (record_on(disk, TILE) for disk in (FakeDisk(seed), FakeDisk(seed + 1)))
+    for record in (slow, fast):
+        two.submit(WritePass(record, TILE, {0: {"master": torch.ones(TILE)}}))
+    two.drain()
+    opened, began = Gated(), threading.Event()
+    slow.read, read = lambda *_, **__: (began.set(), opened)[1], slow.read
+    late, soon = (ReadPass(record, 0, TILE, {"master": torch.empty(TILE)}) for record in (slow, fast))
+    late.work = lambda *_: None  # what its transfer stands for was not read
+    two.submit(late)
+    assert began.wait(10)
+    two.submit(soon)
+    two.wait(soon, finished=True)
+    assert not late.done
+    slow.read = read
+    opened.gate.set()
+    two.drain()
+
+
+class Broken(Computing):
+    def process(self, start, stop, at):
+        raise ArithmeticError("no such number")
+
+
+def test_an_error_in_an_update_reaches_who_waits_for_anything(two, seed):
+    broken = Broken(seed)
+    two.submit(broken)
+    with pytest.raises(ArithmeticError, match="no such number"):
+        two.wait(broken)
+    with pytest.raises(EngineFailedError, match="no such number"):
+        two.submit(Computing(seed + 1))
+
+
+def test_closing_waits_for_the_update_under_way_and_drops_the_others(seed, gate):
+    before = held()
+    lane = StreamLane(Pool(TILE * 16, 4), apart=True)
+    log = []
+    first, second = Computing(seed, gate, log), Computing(seed + 1, gate, log)
+    lane.submit(first)
+    assert first.begun.wait(10)
+    lane.submit(second)
+    threading.Timer(0.05, gate.set).start()
+    lane.close()
+    assert log == ["update"]
+    del first, second, lane
+    assert left_since(before) == []
+
+
+class Closing(Computing):
+    """As where the garbage collector ends an engine in the middle of an update."""
+
+    def process(self, start, stop, at):
+        self.lane.close()
+        super().process(start, stop, at)
+
+
+def test_an_update_in_which_its_engine_ends_does_not_wait_for_itself(seed):
+    before = held()
+    lane = StreamLane(Pool(TILE * 16, 4), apart=True)
+    job = Closing(seed)
+    job.lane = lane
+    lane.submit(job)
+    with pytest.raises(EngineFailedError, match="closed"):
+        lane.wait(job)
+    lane.close()
+    lane._worker._thread.join(10)
+    del job, lane
+    assert left_since(before) == []
