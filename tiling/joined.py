@@ -12,6 +12,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 _CHANGE_NO_VALUE = frozenset({"requires_grad_"})
+_COPIED = frozenset({"__deepcopy__", "__reduce_ex__"})
+_READ = frozenset({"__invert__", "__index__", "__int__", "__iter__"})
+"""Of the names that begin as those of `+=` and its like do."""
 
 
 class ReadOnlyCopy(torch.Tensor):
@@ -45,17 +48,38 @@ class ReadOnlyCopy(torch.Tensor):
                 raise one.refuse(name)
         copies = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, ReadOnlyCopy)]
         with torch._C.DisableTorchFunctionSubclass():
+            if name in _COPIED:
+                args = (args[0].as_subclass(torch.Tensor), *args[1:])
+            before = [_version(one) for one in copies]
             result = func(*args, **kwargs)
+            for one, version in zip(copies, before, strict=True):
+                if _version(one) != version:  # as by relu(weight, inplace=True)
+                    raise one.refuse(name)
             if name == "numpy":
                 result.flags.writeable = False
-            places = {one.untyped_storage()._cdata: one.refuse for one in copies}
+            places = {_place(one): one.refuse for one in copies}
 
             def as_view(one: Any) -> Any:
-                plain = isinstance(one, torch.Tensor) and one.layout == torch.strided
-                refuse = places.get(one.untyped_storage()._cdata) if plain else None
+                plain = isinstance(one, torch.Tensor) and not isinstance(one, ReadOnlyCopy)
+                place = _place(one) if plain else None
+                refuse = places.get(place) if place is not None else None
                 return one if refuse is None else ReadOnlyCopy.of(one, refuse)
 
             return pytree.tree_map(as_view, result)
+
+
+def _version(one: torch.Tensor) -> int:
+    return 0 if one.is_inference() else one._version
+
+
+def _place(one: torch.Tensor) -> int | None:
+    """Return what tells a tensor's memory from others'; None where it has none, as in torch.func."""
+    if one.layout != torch.strided:
+        return None
+    try:
+        return int(one.untyped_storage()._cdata)
+    except NotImplementedError:
+        return None
 
 
 def changes_first(name: str) -> bool:
@@ -63,7 +87,7 @@ def changes_first(name: str) -> bool:
     if name in _CHANGE_NO_VALUE:
         return False
     if name.endswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__"))
+        return name == "__setitem__" or (name.startswith("__i") and name not in _READ)
     return name.endswith("_")
 
 

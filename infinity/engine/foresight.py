@@ -14,11 +14,13 @@ used, one is made in every `TRIED_EVERY`th round alone. Of a Mixtral of 4 layers
 1,200 steps on text, 33 % of what was named for its second layer was used, and 90 % of what was named for the
 two behind it; of as many experts, by how often they are used in the same text, 66 to 71 %. None is made where
 nothing would be fetched, nor with several ranks, which would have to agree on it, nor on an accelerator,
-which would have to be waited for.
+which would have to be waited for. Nor is one made in a module that trains: there are routers that then draw
+random numbers, and change what they are given.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +37,10 @@ TRIED_EVERY = 16
 """See [Note: guesses]."""
 _OF_TRANSFORMERS = "topkrouter"
 """How classes of routers end whose forward returns logits, weights, and experts [tokens, k]."""
+_CHOSEN = 2
+"""Which of the results they are."""
+_ROWS = 2
+"""Dimensions of hidden states: tokens, features."""
 _KEPT = 0.9
 """Of what was counted before, each time a layer is guessed."""
 
@@ -55,6 +61,7 @@ class NextLayer:
         units. of_experts: those of each expert, by number.
         """
         self._residency, self._router, self._of_router = residency, router, list(of_router)
+        self._features = router._parameters["weight"].shape[1]  # type: ignore[union-attr]
         self._of_experts = [list(units) for units in of_experts]
         self._all = list(dict.fromkeys(unit for units in of_experts for unit in units))
         self._guessed: set[Unit] = set()
@@ -67,13 +74,16 @@ class NextLayer:
         self._guessed.clear()
         self._rounds += 1
         unlikely = self._right < LEAST_RIGHT * self._named and self._rounds % TRIED_EVERY
-        if unlikely or not self._residency.in_round or not self._residency.fetches_any(self._all):
+        of_another_size = hidden.dim() != _ROWS or hidden.shape[-1] != self._features
+        if unlikely or of_another_size or any(one.training for one in self._router.modules()):
+            return
+        if not self._residency.in_round or not self._residency.fetches_any(self._all):
             return
         for unit in self._of_router:
             self._residency.hold(unit, Phase.FORWARD)
         try:
             with torch.no_grad():  # past the router's hooks: to others it has not run
-                _, _, chosen = type(self._router).forward(self._router, hidden)
+                chosen = type(self._router).forward(self._router, hidden)[_CHOSEN]
             numbers: list[int] = chosen.unique().tolist()
         finally:
             for unit in self._of_router:
@@ -108,7 +118,12 @@ def routers_of(named: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[TiledEx
 def _is_router(module: nn.Module, experts: int) -> bool:
     weight, kind = module._parameters.get("weight"), type(module)
     known = kind.__module__.startswith("transformers.") and kind.__name__.lower().endswith(_OF_TRANSFORMERS)
-    return known and weight is not None and weight.dim() == 2 and len(weight) == experts
+    if not known or weight is None or weight.dim() != _ROWS or len(weight) != experts:
+        return False
+    _, *given = inspect.signature(kind.forward).parameters.values()
+    return bool(given) and all(
+        one.default is not one.empty for one in given[1:]
+    )  # some are given a bias, too
 
 
 @dataclass(frozen=True, slots=True)

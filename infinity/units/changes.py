@@ -189,6 +189,7 @@ def came_too_late(name: str) -> str:
     """Return the error text for a change of the parameter `name`, which was released, by a view of it."""
     return (
         f"{name} was changed in place by a view of it (as {name}[3], or its detach()) that was kept from a "
-        "forward, backward or gathered(): its values have left that memory, and the change is lost. Change "
-        "parameters between steps, inside `with infinity.gathered(module, write=True):`."
+        "forward, backward or gathered(), or through the tensor that it was made of (nn.Parameter(tensor)): "
+        "its values have left that memory, and the change is lost. Change parameters between steps, inside "
+        "`with infinity.gathered(module, write=True):`, and build them of a clone() of what changes later."
     )

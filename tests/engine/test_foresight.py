@@ -5,12 +5,15 @@ Real models on a real disk. Trusted: transformers' models in memory.
 
 import pytest
 import torch
+import transformers
+from torch import nn
 
 import models
 from infinity import AdamW, Init, stats
 from infinity.engine import foresight
 from infinity.engine.engine import engine_of_model
 from infinity.engine.foresight import routers_of
+from infinity.reference import prepare
 from infinity.tiling import TiledExperts
 
 pytestmark = pytest.mark.disk
@@ -74,11 +77,61 @@ def test_a_router_is_not_seen_by_others_when_it_guesses_and_none_guesses_in_trai
     optimizer.step()
     (guess,) = guesses_of(model)
     assert (len(calls), guess.named) == (2, 0)
+    model.eval()
     with torch.no_grad():
         model(input_ids=IDS)
     assert len(calls) == 4
     assert guess.named > 0
     assert stats(model).rounds == 1
+
+
+def of_phimoe():
+    return transformers.PhimoeForCausalLM(
+        transformers.PhimoeConfig(**{**models.ROUTED, "num_local_experts": 12}, input_jitter_noise=0.1)
+    )
+
+
+def test_a_router_that_draws_numbers_and_changes_its_input_in_training_is_not_run_then(folder):
+    losses = []
+    for build in (lambda: prepare(of_phimoe()), lambda: built_by(of_phimoe, folder)):
+        torch.manual_seed(0)
+        model = build()
+        torch.manual_seed(1)
+        with torch.no_grad():
+            losses.append([model(input_ids=IDS, labels=IDS).loss.item() for _ in range(3)])
+    assert losses[0] == losses[1]
+    guesses = guesses_of(model)
+    assert len(guesses) == 1
+    assert guesses[0].named == 0
+
+
+def built_by(build, folder):
+    with Init(nvme=folder, host_memory="512KiB"):
+        return build()
+
+
+class _Given(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(12, 64))
+
+    def forward(self, hidden, bias):
+        raise NotImplementedError
+
+
+def test_a_router_that_is_given_more_than_hidden_states_does_not_guess():
+    one = _Given()
+    _Given.__module__, _Given.__name__ = "transformers.some", "SomeTopKRouter"
+    assert not foresight._is_router(one, 12)
+
+
+def test_hidden_states_of_another_size_than_the_routers_are_not_looked_at(folder):
+    model = built(folder).eval()
+    (guess,) = guesses_of(model)
+    with torch.no_grad():
+        model(input_ids=IDS)
+        guess.look(torch.zeros(3, 7, dtype=torch.bfloat16))  # experts of a latent size
+    assert torch.isfinite(model(input_ids=IDS).logits).all()
 
 
 def test_where_memory_holds_all_experts_none_is_guessed():

@@ -1,5 +1,8 @@
 """Copies of weights that were put together: read as any tensor, and never changed. Trusted: torch."""
 
+import copy as copying
+import pickle
+
 import pytest
 import torch
 
@@ -30,6 +33,31 @@ def test_no_change_of_it_or_of_a_view_is_made(copy, change):
     with pytest.raises(KeyError, match="is refused"):
         change(copy)
     assert copy.tolist() == torch.arange(12.0).view(3, 4).tolist()
+
+
+def test_a_change_that_no_name_tells_of_is_refused_when_it_was_made(copy):
+    with pytest.raises(KeyError, match="is refused"):
+        torch.nn.functional.relu(copy[1:], inplace=True)
+
+
+READS = {
+    "int": lambda one: int(one[1, 2]),
+    "a loop": lambda one: [float(row.sum()) for row in one],
+    "deepcopy": lambda one: copying.deepcopy(one).mul_(2).tolist(),
+    "torch.func": lambda one: torch.func.grad(lambda x: (x * one).sum())(torch.ones(3, 4)).tolist(),
+    "pickle": lambda one: len(pickle.dumps(one)) > 0,
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_what_reads_it_has_what_it_has_of_any_tensor(copy, read):
+    assert read(copy) == read(torch.arange(12.0).view(3, 4))
+
+
+def test_what_returns_its_own_tensor_does(copy):
+    own = copy.detach()
+    assert own.requires_grad_() is own
+    assert own.is_leaf
 
 
 def test_its_numpy_array_cannot_be_written_to(copy):
