@@ -461,12 +461,23 @@ class Construction:
     def _kind_of(self, parameter: nn.Parameter) -> UnitKind | None:
         """Return what the parameters of one unit have in common; None for one that shares none."""
         entry = self._entry(parameter)
-        if entry is None or isinstance(entry.lies, Packed):
+        if entry is None or isinstance(entry.lies, Packed) or self._packed.of(parameter) is not None:
             return None
-        schema, lies = self._schema(self._asked_of(parameter)), entry.lies_in_files
-        if id(parameter) in self._real and self._mapped is not None:
-            lies = isinstance(self._origins.of(parameter, compute_dtype(schema)), FileRange)
+        schema, module = self._schema(self._asked_of(parameter)), entry.module()
+        lies = self._lies(entry, parameter, schema)
+        for one in own(module) if lies and module is not None else ():
+            beside = self._entry(one)
+            if beside is not None and self._schema(self._asked_of(one)) == schema:
+                lies = lies and self._lies(beside, one, schema)
         return UnitKind(schema, in_files=lies, trained=parameter.requires_grad)
+
+    def _lies(self, entry: BuiltParameter, parameter: nn.Parameter, schema: RecordSchema) -> bool:
+        """Whether a parameter's values lie in a checkpoint's files. Its record lies there only if those of
+        all parameters beside it in the module do, whether they were evicted by now or not.
+        """
+        if id(parameter) in self._real and self._mapped is not None:
+            return isinstance(self._origins.of(parameter, compute_dtype(schema)), FileRange)
+        return entry.lies_in_files
 
     def _join(self, entries: Sequence[BuiltParameter]) -> None:
         """Let parameters of one kind share a record; those that were evicted leave theirs."""
