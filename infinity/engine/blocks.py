@@ -111,6 +111,8 @@ def _groups(
     groups: dict[UnitKind, list[nn.Module]] = {}
     for part in parts:
         found = {kinds[one] for one in own(part)}
+        if len(found) > 1:  # a module's record lies in files only if all of it does, evicted by now or not
+            found = {None if kind is None else kind._replace(in_files=False) for kind in found}
         kind = found.pop() if len(found) == 1 else None
         alone = isinstance(part, Piece) or any(users[id(one)] > 1 for one in own(part))
         if kind is not None and not alone:

@@ -461,31 +461,20 @@ class Construction:
     def _kind_of(self, parameter: nn.Parameter) -> UnitKind | None:
         """Return what the parameters of one unit have in common; None for one that shares none."""
         entry = self._entry(parameter)
-        if entry is None or isinstance(entry.lies, Packed) or self._packed.of(parameter) is not None:
+        if entry is None or isinstance(entry.lies, Packed):
             return None
-        schema, module = self._schema(self._asked_of(parameter)), entry.module()
-        lies = self._lies(entry, parameter, schema)
-        for one in own(module) if lies and module is not None else ():
-            beside = self._entry(one)
-            if beside is not None and self._schema(self._asked_of(one)) == schema:
-                lies = lies and self._lies(beside, one, schema)
-        return UnitKind(schema, in_files=lies, trained=parameter.requires_grad)
-
-    def _lies(self, entry: BuiltParameter, parameter: nn.Parameter, schema: RecordSchema) -> bool:
-        """Whether a parameter's values lie in a checkpoint's files. Its record lies there only if those of
-        all parameters beside it in the module do, whether they were evicted by now or not.
-        """
+        schema, lies = self._schema(self._asked_of(parameter)), entry.lies_in_files
         if id(parameter) in self._real and self._mapped is not None:
-            return isinstance(self._origins.of(parameter, compute_dtype(schema)), FileRange)
-        return entry.lies_in_files
+            lies = isinstance(self._origins.of(parameter, compute_dtype(schema)), FileRange)
+        return UnitKind(schema, in_files=lies, trained=parameter.requires_grad)
 
     def _join(self, entries: Sequence[BuiltParameter]) -> None:
         """Let parameters of one kind share a record; those that were evicted leave theirs."""
         parameters = [one for entry in entries if (one := entry.parameter()) is not None]
-        kind = self._kind_of(parameters[0])
-        if kind is not None and kind.in_files:
+        kinds = [kind for one in parameters if (kind := self._kind_of(one)) is not None]
+        if all(kind.in_files for kind in kinds):
             self._evict([one for one in entries if id(one.parameter()) in self._real])
-            record = self._engine.new_record(parameters, f"block no. {len(self._records)}", kind.schema)
+            record = self._engine.new_record(parameters, f"block no. {len(self._records)}", kinds[0].schema)
             self._engine.lay_in_files(record, [one.lies for one in entries if one.lies is not None])
             self._records.append(record)
             for index, entry in enumerate(entries):
