@@ -29,9 +29,16 @@ Nor are the modules in a block followed whose units, all of them, the block hold
 what they would hold is held, until the block's forward ends or, in a recomputation, until the gradients are
 there. But where something has changed in between that decides what autograd saves, and with which hooks, or
 where tiling has given such a module a forward of its own, it is followed as ever, and holds the block's unit
-once more. A checkpoint within the block has other hooks, which need ours only where units are frozen. What it
-recomputes are the block's modules, and not the block: the first one that is called then holds the unit for
-the others.
+once more. A checkpoint within the block has other hooks, which need ours only where something is frozen. What
+it recomputes are the block's modules, and not the block: the first one that is called then holds the unit for
+the others. A reentrant one brings gradients of its own for each module that it runs, so each is a use.
+
+[Note: partly frozen units]
+The gradients of the parameters that train tell that the backward is done with a unit of which all train. What
+is frozen beside them, in a block or in a module of its own, may be needed after these: for the gradients of
+the inputs. Such a unit is held as one that is frozen as a whole, until the gradients of the inputs are there,
+and in a recomputation each module of such a block is followed, as each has inputs of its own. Nor is it
+updated before its backward is over.
 
 [Note: routed units in tiles]
 A module that runs in tiles holds all units in it, so that one fetch serves every tile. Of experts, which the
@@ -158,8 +165,10 @@ class Hooks:
         return bool(self._frames) or graph_task() != -1
 
     def used_once(self, unit: Unit) -> bool:
-        """Whether at most one forward since the last step has used a unit: no other can bring gradients."""
-        return self._forward_uses[unit] <= 1
+        """Whether no backward needs a unit, or brings gradients of it, once all of these have come: at most
+        one forward since the last step has used it, and nothing in it is frozen.
+        """
+        return self._forward_uses[unit] <= 1 and _all_trainable([unit])
 
     def begin_step(self) -> None:
         """A step was decided: count the uses of the next one."""
@@ -221,7 +230,12 @@ class Hooks:
         if id(module) not in frame.covers or frame.task != task or "forward" in module.__dict__:
             return False
         if not torch.is_grad_enabled():
+            if self._counting and task == -1:  # a reentrant checkpoint: each brings gradients of its own
+                for unit in frame.units:
+                    self._forward_uses[unit] = self._forward_uses.get(unit, 0) + 1
             return True
+        if task != -1 and not _all_trainable(frame.units):
+            return False  # see [Note: partly frozen units]
         saves = self._saves()
         return saves == frame.saves or (_is_hook_of_checkpoint(saves) and _all_trainable(frame.units))
 
@@ -291,7 +305,7 @@ class Hooks:
         frame.units.append(unit)
         if frame.counts:
             self._forward_uses[unit] = self._forward_uses.get(unit, 0) + 1
-        if frame.inputs is not None and not unit.trainable and not leased:
+        if frame.inputs is not None and not leased and not _all_trainable([unit]):
             self._watch(unit, _differentiable(frame.inputs))
 
     def _packing(self, pack: Any, unpack: Any) -> torch.autograd.graph.saved_tensors_hooks:
@@ -483,6 +497,8 @@ class Hooks:
     def end_unit(self, unit: Unit) -> None:
         """End the holds that waited for a unit's gradients: see [Note: graph tasks]."""
         self._arrived[unit].clear()
+        if not _all_trainable([unit]):
+            return  # `_watch` ends them: see [Note: partly frozen units]
         parent = self._outer_task
         self._end_holds(unit, parent)
         if self._leases and self._leases[-1].task >= parent and unit in self._leases[-1].units:
@@ -563,9 +579,11 @@ def _unchanged(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
 
 
 def _all_trainable(units: Iterable[Unit]) -> bool:
-    for unit in units:  # noqa: SIM110 - all() takes twice as long, and each use asks
-        if not unit.trainable:
-            return False
+    """Whether every parameter of these units trains."""
+    for unit in units:
+        for parameter in unit.parameters:
+            if not parameter.requires_grad:
+                return False
     return True
 
 

@@ -73,14 +73,15 @@ def blocks_of(
     for prefix, parent in named:
         for name, child in parent.named_children() if isinstance(parent, (*_LISTS, nn.Sequential)) else ():
             parts = list(child.modules())
-            if within.intersection(map(id, parts)) or not _is_block(parts):
+            owners = {id(one) for one in parts if own(one)}  # a part without any may be in several blocks
+            if not within.isdisjoint(owners) or not _is_block(parts):
                 continue
             kinds = {one: kind_of(one) for one in child.parameters()}
             if sum(_nbytes(*item) for item in kinds.items()) > most_nbytes:
                 continue
             groups = _groups(parts, kinds, users)
             if groups:
-                within.update(map(id, parts))
+                within.update(owners)
                 found.append(Block(f"{prefix}.{name}" if prefix else name, child, groups))
     return found
 
@@ -110,6 +111,8 @@ def _groups(
     groups: dict[UnitKind, list[nn.Module]] = {}
     for part in parts:
         found = {kinds[one] for one in own(part)}
+        if len(found) > 1:  # a module's record lies in files only if all of it does, evicted by now or not
+            found = {None if kind is None else kind._replace(in_files=False) for kind in found}
         kind = found.pop() if len(found) == 1 else None
         alone = isinstance(part, Piece) or any(users[id(one)] > 1 for one in own(part))
         if kind is not None and not alone:

@@ -471,10 +471,10 @@ class Construction:
     def _join(self, entries: Sequence[BuiltParameter]) -> None:
         """Let parameters of one kind share a record; those that were evicted leave theirs."""
         parameters = [one for entry in entries if (one := entry.parameter()) is not None]
-        kind = self._kind_of(parameters[0])
-        if kind is not None and kind.in_files:
+        kinds = [kind for one in parameters if (kind := self._kind_of(one)) is not None]
+        if all(kind.in_files for kind in kinds):
             self._evict([one for one in entries if id(one.parameter()) in self._real])
-            record = self._engine.new_record(parameters, f"block no. {len(self._records)}", kind.schema)
+            record = self._engine.new_record(parameters, f"block no. {len(self._records)}", kinds[0].schema)
             self._engine.lay_in_files(record, [one.lies for one in entries if one.lies is not None])
             self._records.append(record)
             for index, entry in enumerate(entries):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from parity import Wrap, build_both, compare, halves, repeatable, resident, tokens, total
 
@@ -112,6 +113,22 @@ def encoder():
 
 def linear():
     return nn.Linear(16, 16)
+
+
+def partly_frozen():
+    """Two modules of a frozen and a trained parameter each, which the backward recomputes."""
+
+    def scaled(self, x):
+        return F.linear(x * self.p, self.q)
+
+    def recomputed(self, x):
+        return checkpoint(self.b, checkpoint(self.a, x, use_reentrant=False), use_reentrant=False)
+
+    def part():
+        frozen = nn.Parameter(torch.randn(16), requires_grad=False)
+        return Wrap(scaled, p=frozen, q=nn.Parameter(torch.randn(16, 16)))
+
+    return Wrap(recomputed, a=part(), b=part())
 
 
 def inplace(self, x):
@@ -232,6 +249,7 @@ MODELS = {
         ),
         X,
     ),
+    "partly frozen": (partly_frozen, X),
     "unused": (lambda: Wrap(lambda self, x: self.a(x), a=linear(), b=linear()), X),
 }
 

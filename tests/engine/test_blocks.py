@@ -77,7 +77,7 @@ def floats(generator):
 
 def of_blocks(build, **settings):
     torch.manual_seed(0)
-    with Init(units="block", device="cpu", **{"host_memory": "16MiB", **settings}):
+    with Init(device="cpu", **{"units": "block", "host_memory": "16MiB", **settings}):
         return build()
 
 
@@ -123,6 +123,14 @@ def test_blocks_are_units_of_their_own_names_and_modules_beside_them_keep_theirs
     assert by_module == [*(f"layers.{at}.{one}" for at in range(3) for one in ("norm", "up", "down")), "head"]
 
 
+def test_a_part_without_parameters_may_be_in_several_blocks():
+    act, shared = nn.ReLU(), nn.Linear(8, 8)
+    of_act = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), act, nn.Linear(8, 8)) for _ in range(3)))
+    assert found(of_act) == {f"{at}": [[f"{at}.0", f"{at}.2"]] for at in range(3)}
+    of_linear = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), shared) for _ in range(2)))
+    assert found(of_linear) == {"0": [["0.0", "0.1"]]}
+
+
 # Training
 
 
@@ -150,6 +158,75 @@ def test_a_step_uses_a_block_once_in_each_direction(within):
 def test_what_blocks_show_is_what_modules_show_in_memory(within, frozen, monkeypatch):
     monkeypatch.setattr(infinity, "Init", lambda **settings: Init(units="block", **settings))
     compare(lambda: Stack(within, frozen), floats)
+
+
+class Recomputed(Stack):
+    """Layers in a checkpoint each."""
+
+    def __init__(self, *, reentrant):
+        super().__init__(depth=2)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_a_block_that_is_partly_frozen_after_init_is_there_until_its_backward_is_done(reentrant, update):
+    torch.manual_seed(0)
+    models_of = {
+        "plain": infinity.reference.prepare(Recomputed(reentrant=reentrant)),
+        "ours": of_blocks(lambda: Recomputed(reentrant=reentrant)),
+    }
+    shown = {}
+    for which, model in models_of.items():
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(requires_grad="down" in name)
+        kind = AdamW if which == "ours" else infinity.reference.ReferenceAdamW
+        options = {**SETTINGS, "update": update} if which == "ours" else SETTINGS
+        optimizer = kind([one for one in model.parameters() if one.requires_grad], **options)
+        shown[which] = []
+        for step in range(2):
+            x = floats(torch.Generator().manual_seed(step))[0].requires_grad_()
+            loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            shown[which] += [loss.detach(), x.grad]
+        shown[which].append(dict(model.state_dict()))
+    assert differences(shown["plain"], shown["ours"]) == []
+    assert not any(bool(torch.isnan(one).any()) for one in shown["ours"][:-1])
+
+
+@pytest.mark.disk
+def test_a_module_of_a_block_that_reentrant_checkpoints_run_twice_gets_both_gradients(folder):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            for one in (self.up, self.down, self.up):
+                x = checkpoint(one, x, use_reentrant=True)
+            return x
+
+    shown = []
+    for kind in ("module", "block"):
+        model = of_blocks(
+            lambda: nn.Sequential(*(Twice() for _ in range(4))), units=kind, nvme=folder, host_memory="1MiB"
+        )
+        optimizer = AdamW(model.parameters(), **SETTINGS, update="backward")
+        for step in range(2):
+            x = torch.randn(2, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
+            loss = model(x.requires_grad_()).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        shown.append([loss.detach(), dict(model.state_dict())])
+    assert differences(*shown) == []
 
 
 @pytest.mark.disk
@@ -264,6 +341,24 @@ def test_a_frozen_base_stays_in_its_files_block_by_block(folder, memory):
     with torch.no_grad():
         ids = models.batch(0)
         assert torch.equal(ours(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+@pytest.mark.disk
+def test_units_are_the_same_whether_a_module_that_lies_partly_in_files_was_evicted(folder):
+    config = models.MODELS["llama"]().to(torch.bfloat16).config
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "model")
+    config.attention_bias = True  # the biases do not lie in the files
+    shown, values = [], []
+    for window in (1, 1 << 30):
+        with Init(nvme=folder, host_memory="64MiB", frozen=True, units="block") as init:
+            init._construction._window_nbytes = window
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", config=config)
+            model.requires_grad_(requires_grad=False)
+        shown.append([(unit.name, unit.record.in_files is not None) for unit in engine_of_model(model).units])
+        values.append(dict(model.state_dict()))
+    assert differences(*values) == []
+    assert shown[0] == shown[1]
+    assert {("model.layers.0", False), ("model.layers.0 no. 2", True)} <= set(shown[0])
 
 
 @pytest.mark.disk

@@ -164,6 +164,24 @@ def second_backward(lab):
     optimizer.step()
 
 
+class TwoWays(nn.Module):
+    """A block of two layers, and an output of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.left(x), self.right(x)
+
+
+def backwards_of_parts(lab):
+    model = lab.build(lambda: nn.ModuleList([TwoWays()]), units="block")
+    infinity.AdamW(model.parameters(), update="backward")
+    for one in model[0](torch.ones(2, 8, dtype=torch.bfloat16, requires_grad=True)):
+        one.sum().backward()
+
+
 def clipped_twice(lab):
     model = lab.model()
     optimizer = infinity.AdamW(model.parameters(), max_norm=1.0)
@@ -380,6 +398,9 @@ TRIED = {
     ],
     '`update="backward"` with `max_norm`': [lambda lab: lab.optimizer(update="backward", max_norm=1.0)],
     '`update="backward"` and a second backward before `step()`': [second_backward],
+    '`update="backward"` with `units="block"` and two backwards, each through a part of one block': [
+        backwards_of_parts
+    ],
     "`max_norm` and `clip_grad_norm_` together": [clipped_twice],
     "parameters built outside `Init` in the same optimizer": [with_a_stranger],
     "`Init` inside `Init`, an optimizer inside `Init`": [
