@@ -177,9 +177,10 @@ class TwoWays(nn.Module):
 
 def backwards_of_parts(lab):
     model = lab.build(lambda: nn.ModuleList([TwoWays()]), units="block")
-    infinity.AdamW(model.parameters(), update="backward")
+    optimizer = infinity.AdamW(model.parameters(), update="backward")
     for one in model[0](torch.ones(2, 8, dtype=torch.bfloat16, requires_grad=True)):
         one.sum().backward()
+    optimizer.step()
 
 
 def clipped_twice(lab):
