@@ -14,6 +14,7 @@ parameters of an MLP are then fetched around its call, cut or not.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -38,6 +39,10 @@ _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _BETWEEN = (nn.Dropout, nn.Identity)
 _STACK_DIMS = 3
 """Of a parameter with all experts of a layer: experts, rows, columns."""
+_SELF_AND_HIDDEN = 2
+"""So much takes the forward of experts that are given their tokens sorted by expert, as Llama 4's: these are
+not tokens of a sequence. Others are told beside them which expert each token goes to.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +97,14 @@ def _widths(module: nn.Module) -> list[int]:
 
 
 def _width_of_experts(module: nn.Module, model: nn.Module) -> int:
-    """Return what a token's experts make of it in their first layer; 0 for what is no stack of experts."""
-    stacks = module.tiles[0] if isinstance(module, TiledExperts) else module
+    """Return what a token's experts make of it in their first layer; 0 for what is no stack of experts, or is
+    given its tokens sorted by expert.
+    """
+    stacks, kind = module, type(module)
+    if isinstance(module, TiledExperts):
+        stacks, kind = module.tiles[0], kind.__bases__[1]  # the class that TiledExperts.of was given
+    if len(inspect.signature(kind.forward).parameters) <= _SELF_AND_HIDDEN:
+        return 0
     first = next((one for one in stacks.parameters(recurse=False) if one.dim() == _STACK_DIMS), None)
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -188,6 +188,14 @@ def test_the_users_own_slices_are_kept_and_undone_without_undoing_the_budgets(fo
     assert "in 8 slices" in told(model)
 
 
+def test_experts_that_are_given_tokens_sorted_by_expert_are_not_cut():
+    kind = transformers.Llama4TextConfig
+    config = kind(**models.SIZES, intermediate_size_mlp=64, head_dim=8, num_local_experts=2, pad_token_id=0)
+    with torch.device("meta"):
+        assert list(position_wise(transformers.Llama4ForCausalLM(config))) == []
+        assert list(position_wise(MODELS["mixtral"]())) != []
+
+
 @pytest.mark.slow
 def test_micro_batches_that_share_a_fetch_are_cut_too(folder):
     losses = []
