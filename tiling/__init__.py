@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from infinity.tiling.build import stand_in as stand_in
     from infinity.tiling.build import stands_in as stands_in
     from infinity.tiling.causal_lm import LogitsUsedError as LogitsUsedError
+    from infinity.tiling.causal_lm import count_update as count_update
     from infinity.tiling.causal_lm import postpones as postpones
     from infinity.tiling.causal_lm import tile_loss_ as tile_loss_
     from infinity.tiling.causal_lm import tile_loss_where as tile_loss_where
@@ -54,6 +55,7 @@ _MODULES = {
     ),
     "infinity.tiling.causal_lm": (
         "LogitsUsedError",
+        "count_update",
         "postpones",
         "tile_loss_",
         "tile_loss_where",

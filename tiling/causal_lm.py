@@ -5,8 +5,9 @@
 transformers lets users replace. When labels are given, our head therefore returns `Logits`: a tensor with the
 shape and dtype of the logits that refers to the hidden states, but has no values. Our loss function computes
 the cross entropy from those hidden states. A model that does anything else with its logits before the loss
-(scales or caps them) gets an error at that operation. After the loss, `output.logits` is computed when it is
-first used.
+(scales or caps them) gets an error at that operation; or, where `where` chose, they are computed there and
+kept, so that what changes them in place, or a view of them, changes what the loss gets. After the loss,
+`output.logits` is computed when it is used.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.tiling.linear import TiledLinear
 from infinity.tiling.loss import cross_entropy
@@ -30,6 +32,15 @@ logger = logging.getLogger("infinity")
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _NOT_IN_PLACE = ("__index__", "__int__", "__invert__", "__iter__")
 _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+
+
+_updates: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Of parameters: how often they were changed in a backward, see `count_update`."""
+
+
+def count_update(parameter: torch.Tensor) -> None:
+    """Say that a backward updates a parameter: torch must not count that, as graphs of it are still used."""
+    _updates[parameter] = _updates.get(parameter, 0) + 1
 
 
 class Head:
@@ -59,7 +70,7 @@ class Head:
 
     def versions(self) -> tuple[int, ...]:
         """Return how often each of the layer's weights was changed."""
-        return tuple(one._version for one in self.module.parameters())
+        return tuple(one._version + _updates.get(one, 0) for one in self.module.parameters())
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record whether the model's forward is asked for a loss."""
@@ -83,10 +94,9 @@ class Head:
     def give_up(self, operation: str) -> None:
         """Let this and all further forwards make logits, as the model uses them before its loss.
 
-        Raises: LogitsUsedError where tile_loss_ was asked for, or the operation would change logits that are
-            not there.
+        Raises: LogitsUsedError where tile_loss_ was asked for.
         """
-        if self.asked or self.must or _changes(operation):
+        if self.asked or self.must:
             raise LogitsUsedError(
                 f"the model applies {operation}() to its logits before the loss (scaling, capping?), and a "
                 "loss computed without logits cannot include that: this model cannot be used with "
@@ -118,6 +128,8 @@ class Logits(torch.Tensor):
     hidden: torch.Tensor
     versions: tuple[int, ...]
     """Of the output layer's weights when the logits were asked for."""
+    made: torch.Tensor | None
+    """The logits, where the model uses them before its loss."""
 
     @staticmethod
     def of(head: Head, hidden: torch.Tensor, dtype: torch.dtype | None = None) -> Logits:
@@ -129,7 +141,7 @@ class Logits(torch.Tensor):
         logits = torch.Tensor._make_subclass(  # noqa: SLF001 - as nn.Parameter does
             Logits, torch.empty(shape, dtype=dtype, device="meta")
         )
-        logits.head, logits.hidden, logits.versions = head, hidden, head.versions()
+        logits.head, logits.hidden, logits.versions, logits.made = head, hidden, head.versions(), None
         return logits
 
     @classmethod
@@ -156,10 +168,16 @@ class Logits(torch.Tensor):
         dtype = _CASTS.get(name, args[1] if name == "to" and len(args) == 2 and not kwargs else None)
         if isinstance(dtype, torch.dtype):
             return args[0].cast(dtype)
-        return func(*pytree.tree_map_only(Logits, lambda one: one.formed(name), args), **kwargs)
+        args, kwargs = pytree.tree_map_only(Logits, lambda one: one.formed(name), (args, kwargs))
+        return func(*args, **kwargs)
 
-    def cast(self, dtype: torch.dtype) -> Logits:
+    def cast(self, dtype: torch.dtype) -> torch.Tensor:
         """Stand for the same logits in another type."""
+        if self.made is not None:
+            return self.made.to(dtype)
+        with torch._C.DisableTorchFunctionSubclass():
+            if dtype == self.dtype:
+                return self
         other = Logits.of(self.head, self.hidden, dtype)
         other.versions = self.versions
         return other
@@ -171,8 +189,12 @@ class Logits(torch.Tensor):
             LogitsUsedError: the model's own forward uses them before its loss (see `Head.give_up`), they
                 would be changed in place, or the output layer's weights have changed since.
         """
+        if self.made is not None:
+            return self.made
         if self.head.loss_follows:
             self.head.give_up(operation)
+            self.made = self._make()
+            return self.made
         if _changes(operation):
             raise LogitsUsedError(
                 f"{operation}() on logits that a loss without logits did not make: the change would be lost. "
@@ -184,6 +206,9 @@ class Logits(torch.Tensor):
                 "and the output layer's weights have changed since their forward. Use them before the step, "
                 "or call the model again"
             )
+        return self._make()
+
+    def _make(self) -> torch.Tensor:
         module: Callable[..., torch.Tensor] = self.head.module
         with torch._C.DisableTorchFunctionSubclass():
             dtype = self.dtype
@@ -223,6 +248,8 @@ class Loss:
         Raises:
             ValueError: the model's vocabulary size differs from the output layer's.
         """
+        if isinstance(logits, Logits) and logits.made is not None:
+            logits = logits.made
         if not isinstance(logits, Logits):
             return self.original(
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **rest

@@ -14,8 +14,8 @@ _UNIT = 1024
 
 def longest_sequence(one: Planned) -> int | None:
     """Return the tokens of the longest sequence that fits, all else as planned: to 3 %, a multiple of 1,024
-    of each rank that shares it. 0 where none fits; None where that cannot be said, as nothing is known of the
-    memory that activations take, or of what they take.
+    of each rank that shares it; where none of these fits, the planned one if it does, else 0. None where that
+    cannot be said, as nothing is known of the memory that activations take, or of what they take.
     """
     known = any(need.has_nbytes is not None and need.what.startswith("memory") for need in one.needs)
     if one.uncounted or not (known or one.refusal):
@@ -32,7 +32,7 @@ def longest_sequence(one: Planned) -> int | None:
     while most - least > max(1, least // 32):
         middle = (least + most) // 2
         least, most = (middle, most) if _fits(question, middle) else (least, middle)
-    return least * _UNIT * sharers
+    return least * _UNIT * sharers or (one.setting.method.sequence if one.fits else 0)
 
 
 def _fits(question: Question, units: int) -> bool:

@@ -426,13 +426,16 @@ class ActivationBudget:
         for at in positions:
             values[at] = None
         watching = [saved] if saved is not None else []
+        cuts = self._cuts
+        latest = 0 if cuts is None else cuts.latest
 
         def forward(*tensors: torch.Tensor) -> Any:
             given = list(values)
             for at, one in zip(positions, tensors, strict=True):
                 given[at] = one
             count = len(given) - len(names)
-            with _seeing(watching.pop()) if watching else contextlib.nullcontext():
+            as_then = contextlib.nullcontext() if cuts is None else cuts.as_in(latest)
+            with as_then, _seeing(watching.pop()) if watching else contextlib.nullcontext():
                 return plain(*given[:count], **dict(zip(names, given[count:], strict=True)))
 
         with self._boundaries.waiting_in(place if place in (HOST, NVME) else None):

@@ -8,14 +8,18 @@ recomputation in the backward so is cut as its forward was.
 [Note: ranks that choose alike]
 A backward over slices uses an MLP's weights in another order than one over all of it, and ranks fetch weights
 together. So in a forward with gradients ranks tell each other the number of their tokens, and all go by the
-largest, in its backward too. Without gradients each goes by its own, since one may compute alone; the
-parameters of an MLP are then fetched around its call, cut or not.
+largest, in its backward too: what is recomputed carries the number of its forward, as others may have been
+since. Without gradients each goes by its own, since one may compute alone; the parameters of an MLP are then
+fetched around its call, cut or not. The output layer's are fetched when logits are made, or the loss: so none
+makes logits with its loss then.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +42,10 @@ _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _BETWEEN = (nn.Dropout, nn.Identity)
 _STACK_DIMS = 3
 """Of a parameter with all experts of a layer: experts, rows, columns."""
+_SELF_AND_HIDDEN = 2
+"""So much takes the forward of experts that are given their tokens sorted by expert, as Llama 4's: these are
+not tokens of a sequence. Others are told beside them which expert each token goes to.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +100,14 @@ def _widths(module: nn.Module) -> list[int]:
 
 
 def _width_of_experts(module: nn.Module, model: nn.Module) -> int:
-    """Return what a token's experts make of it in their first layer; 0 for what is no stack of experts."""
-    stacks = module.tiles[0] if isinstance(module, TiledExperts) else module
+    """Return what a token's experts make of it in their first layer; 0 for what is no stack of experts, or is
+    given its tokens sorted by expert.
+    """
+    stacks, kind = module, type(module)
+    if isinstance(module, TiledExperts):
+        stacks, kind = module.tiles[0], kind.__bases__[1]  # the class that TiledExperts.of was given
+    if len(inspect.signature(kind.forward).parameters) <= _SELF_AND_HIDDEN:
+        return 0
     first = next((one for one in stacks.parameters(recurse=False) if one.dim() == _STACK_DIMS), None)
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -110,12 +124,10 @@ class CutByBudget:
     def __init__(self, ranks: Ranks, budget_nbytes: Callable[[bool], int]) -> None:
         """budget_nbytes: of activations; given whether all ranks ask for it."""
         self._ranks, self._budget_nbytes = ranks, budget_nbytes
-        self._longest: dict[int, int] = {}
-        """By the tokens of this rank in a forward with gradients: the most that a rank had in it, of the last
-        such forward.
+        self.latest = 0
+        """The most tokens that a rank had in the last forward with gradients, or in the one that is
+        recomputed.
         """
-        self._latest = 0
-        """The most of the last forward with gradients."""
         self._trains = False
         """Whether such a forward is under way."""
         self._widths: set[tuple[int, int]] = set()
@@ -154,13 +166,20 @@ class CutByBudget:
         self._trains = True
         if self._ranks.size > 1:
             self._budget_nbytes(True)
-            own = _tokens_in(inputs)
-            self._latest = -self._ranks.least(-own, "compare lengths of sequences")
-            self._longest[own] = self._latest
+            self.latest = -self._ranks.least(-_tokens_in(inputs), "compare lengths of sequences")
 
     def ended(self) -> None:
         """It is over."""
         self._trains = False
+
+    @contextmanager
+    def as_in(self, latest: int) -> Iterator[None]:
+        """Choose as in the forward whose `latest` is given, which is recomputed inside the `with`."""
+        before, self.latest = self.latest, latest
+        try:
+            yield
+        finally:
+            self.latest = before
 
     def _alike(self) -> bool:
         return self._ranks.size > 1 and not torch.is_grad_enabled()
@@ -170,7 +189,7 @@ class CutByBudget:
         trains = self._trains or torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
         if self._ranks.size == 1 or not trains:
             return tokens
-        return self._longest.get(tokens, self._latest)
+        return self.latest
 
     def _chooser(self, one: PositionWise) -> Callable[[torch.Tensor], int]:
         width, itemsize = one.width, one.itemsize
@@ -194,6 +213,8 @@ class CutByBudget:
         return slices_within(mlp_nbytes(tokens, width, itemsize), tokens, self._budget())
 
     def _without_logits(self, labels: int, vocabulary: int) -> bool:
+        if self._ranks.size > 1 and not (self._trains or torch.is_grad_enabled()):
+            return True
         tokens = self._agreed(labels)
         cut = self._is_cut(tokens, vocabulary)
         if cut:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ def cut_activations(engine: Engine, models: Sequence[nn.Module]) -> None:
     config = engine.config
     if config.sequence_tiles is None and not config.loss_tiles:
         return
-    found = models_of_transformers(models)
+    found = [_base(one) for one in models_of_transformers(models)]
     by_budget = None
     if engine.activations is not None and _AUTO in (config.sequence_tiles, config.loss_tiles):
         by_budget = CutByBudget(engine.ranks, engine.activations.budget_nbytes)
@@ -78,6 +79,13 @@ def _cut_losses(engine: Engine, found: Sequence[nn.Module], by_budget: CutByBudg
 
 def _always(slices: int, _: torch.Tensor) -> int:
     return slices
+
+
+def _base(model: nn.Module) -> nn.Module:
+    """Return the model that PEFT's adapters were put into, or this one: it makes the loss."""
+    find: Any = getattr(model, "get_base_model", None)
+    base: nn.Module = model if find is None else find()
+    return base
 
 
 def _never() -> bool:

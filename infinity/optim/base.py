@@ -44,7 +44,7 @@ from infinity.optim.ownership import ParameterPlace, check_current, engine_for
 from infinity.records.update_rules import Recipe
 from infinity.records.updates import Update
 from infinity.records.weights import WEIGHTS
-from infinity.tiling import Whole
+from infinity.tiling import Whole, count_update
 from infinity.units.optimizer_options import check_group
 from infinity.units.tracking import Tracking
 from infinity.units.unit import Unit
@@ -324,6 +324,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         place = self.mine[id(parameter)]
         self.make_room(place.engine, parameter)
         self._applied.add(id(parameter))
+        count_update(parameter)
         recipe = self.recipe_of(parameter)
         decided = self._scalars(recipe, self.param_groups[place.group], parameter, 1.0)
         return self._update(gradient, place, recipe, decided)

@@ -1,6 +1,6 @@
 """MLPs in slices and losses without logits where the budget asks for it. Trusted: the same model in memory,
 cut by infinity.tiling's own calls, with the reference recipe; tensors counted by watching every operation.
-Nothing is faked.
+Nothing is faked, but for the other one of two ranks.
 """
 
 import gc
@@ -14,7 +14,7 @@ import infinity
 import models
 from allocations import Allocations
 from infinity import tiling
-from infinity.activations.cut_by_budget import position_wise
+from infinity.activations.cut_by_budget import CutByBudget, position_wise
 from infinity.engine.engine import engine_of_model
 from infinity.huggingface.accumulation import accumulate_by_block
 from infinity.tiling.causal_lm import Logits
@@ -186,6 +186,53 @@ def test_the_users_own_slices_are_kept_and_undone_without_undoing_the_budgets(fo
     ids = batch(0)
     assert isinstance(model(input_ids=ids, labels=ids).logits, Logits)
     assert "in 8 slices" in told(model)
+
+
+def test_experts_that_are_given_tokens_sorted_by_expert_are_not_cut():
+    kind = transformers.Llama4TextConfig
+    config = kind(**models.SIZES, intermediate_size_mlp=64, head_dim=8, num_local_experts=2, pad_token_id=0)
+    with torch.device("meta"):
+        assert list(position_wise(transformers.Llama4ForCausalLM(config))) == []
+        assert list(position_wise(MODELS["mixtral"]())) != []
+
+
+class BesideAnother:
+    """One of two ranks; the other one has `tokens` in its forward."""
+
+    size = 2
+    tokens = 0
+
+    def least(self, number, _why):
+        return min(number, -self.tokens)
+
+
+def test_a_recomputation_is_cut_as_its_forward_was_where_another_one_has_been_since():
+    ranks = BesideAnother()
+    cuts = CutByBudget(ranks, lambda _: 1 << 20)
+    llama = MODELS["llama"]()
+    cuts.cut_sequences(llama, experts=True)
+    ids, chosen, numbers = batch(0, 8, rows=1), [], []
+    for ranks.tokens in (4096, 8):
+        cuts.began(ids)
+        numbers.append(cuts.latest)
+        chosen.append(cuts.regime(ids))
+        cuts.ended()
+    assert numbers == [4096, 8]
+    assert chosen[0] != chosen[1]
+    with cuts.as_in(numbers[0]):
+        assert cuts.regime(ids) == chosen[0]
+    assert cuts.regime(ids) == chosen[1]
+
+
+def test_of_several_ranks_none_makes_logits_with_its_loss_in_evaluation():
+    cuts = CutByBudget(BesideAnother(), lambda _: 1 << 30)
+    llama = MODELS["llama"]()
+    cuts.cut_loss(llama)
+    ids = batch(0, 8, rows=1)
+    with torch.no_grad():
+        assert isinstance(llama(ids, labels=ids).logits, Logits)
+    cuts.began(ids)
+    assert not isinstance(llama(ids, labels=ids).logits, Logits)
 
 
 @pytest.mark.slow

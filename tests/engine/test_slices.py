@@ -72,6 +72,36 @@ def test_a_model_that_scales_its_logits_is_refused_where_no_logits_are_demanded(
         model(input_ids=models.batch(0), labels=models.batch(0))
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_a_model_with_adapters_that_were_made_in_init_is_cut():
+    peft = pytest.importorskip("peft")
+
+    def adapted():
+        settings = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+        return peft.get_peft_model(models.MODELS["llama"](), settings)
+
+    model = built(adapted, sequence_tiles=2, loss_tiles=True)
+    ids = models.batch(0)
+    output = model(input_ids=ids, labels=ids)
+    assert type(output.logits).__name__ == "Logits"
+    output.loss.backward()
+    assert [runs_in_slices(block.mlp) for block in model.get_base_model().model.layers] == [True] * 3
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_of_weights_that_a_backward_has_updated_are_refused(tied):
+    config = transformers.LlamaConfig(**models.SIZES, tie_word_embeddings=tied)
+    model = built(lambda: transformers.LlamaForCausalLM(config), loss_tiles=True)
+    optimizer = infinity.AdamW(model.parameters(), lr=0.1, update="backward")
+    ids = models.batch(0)
+    output = model(input_ids=ids, labels=ids)
+    assert output.logits.isfinite().all()
+    output.loss.backward()
+    optimizer.zero_grad()
+    with pytest.raises(LogitsUsedError, match="weights have changed since"):
+        output.logits.sum()
+
+
 def test_a_model_that_is_part_of_another_module_is_cut():
     class Wrapper(nn.Module):
         def __init__(self):

@@ -7,9 +7,9 @@ import pytest
 import torch
 import transformers
 
-from infinity.tiling import LogitsUsedError, tile_, tile_loss_
+from infinity.tiling import LogitsUsedError, tile_, tile_loss_, tile_loss_where
 from infinity.tiling.causal_lm import Logits
-from models import MODELS, batch
+from models import MODELS, SIZES, batch
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -134,6 +134,37 @@ def test_a_model_that_caps_its_logits_is_refused_when_it_does():
     tile_loss_(model)
     with pytest.raises(RuntimeError, match="before the loss"):
         model(batch(1), labels=batch(1))
+
+
+class ChangesLogits(transformers.LlamaForCausalLM):
+    """Changes its logits in place before the loss, as Chameleon does, and by a view of them in fp32."""
+
+    def forward(self, input_ids, labels=None):
+        logits = self.lm_head(self.model(input_ids=input_ids, use_cache=False)[0])
+        logits[:, :, [3, 4]] = -100.0
+        logits = logits.float()
+        logits[:, :, 5].fill_(-100.0)
+        return self.loss_function(logits=logits, labels=labels, vocab_size=64), logits
+
+
+def test_a_model_that_changes_its_logits_in_place_makes_them_and_keeps_the_change(seed):
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
+    plain = ChangesLogits(config)
+    other = copy.deepcopy(plain)
+    tile_loss_where(other, lambda _: True)
+    ids = batch(1)
+    expected = plain(ids, labels=ids)
+    for _ in range(2):
+        loss, logits = other(ids, labels=ids)
+        assert torch.equal(loss, expected[0])
+        assert torch.equal(logits + 0, expected[1])
+        other.zero_grad()
+        loss.backward()
+    expected[0].backward()
+    assert torch.equal(other.lm_head.weight.grad, plain.lm_head.weight.grad)
+    with pytest.raises(LogitsUsedError, match="before the loss"):
+        tile_loss_(copy.deepcopy(other))(ids, labels=ids)
 
 
 def test_models_without_a_causal_loss_are_refused():

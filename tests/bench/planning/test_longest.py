@@ -39,6 +39,13 @@ def test_it_grows_with_what_is_done_for_it_and_with_ranks_that_share_it():
     assert longest_sequence(asked(loss_tiles=True, sequence_parallel=4)) >= 3.5 * tiled
 
 
+def test_below_1024_tokens_it_is_the_planned_one_where_that_fits():
+    nbytes = next(one for one in range(GIB // 8, 16 * GIB, GIB // 8) if asked(Capacity(one), tokens=64).fits)
+    machine = Capacity(nbytes)
+    assert not asked(machine, tokens=1024).fits
+    assert longest_sequence(asked(machine, tokens=64)) == 64
+
+
 def test_none_fits_where_the_model_does_not_and_nothing_is_said_of_an_unknown_machine():
     assert longest_sequence(asked(Capacity(GIB // 4))) == 0
     assert longest_sequence(asked(Capacity())) is None
