@@ -324,6 +324,9 @@ class Boundaries:
             boundary = self.leaving.popleft()[0]()
             if boundary is not None:
                 boundary.settle()
+            del boundary
+        if self.device.room is not None:
+            self.device.room.let_go()
 
     def new_record(self, name: str, nbytes: int) -> Record:
         """Describe a place for `nbytes` bytes."""

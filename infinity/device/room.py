@@ -41,6 +41,8 @@ class DeviceRoom:
         self.lacked_nbytes = 0
         """The most bytes for which, at once, units that waited have had to give way since `open`."""
         self._leaving: deque[tuple[Future, int, tuple[object, ...]]] = deque()
+        self._uncounted: deque[tuple[Future, tuple[object, ...]]] = deque()
+        """Copies whose memory somebody else counts, and what has it."""
         self._give_way: Callable[[], bool] = _nobody
         self.over: list[Callable[[Future, int], None]] = []
         """Called with all that has left, and its bytes."""
@@ -92,6 +94,9 @@ class DeviceRoom:
             found = True
         while self._leaving:
             self._await_oldest()
+        for future, _ in tuple(self._uncounted):
+            future.wait()
+        self.let_go()
         return found
 
     def take_all(self, parts: Sequence[int], what: str) -> int:
@@ -116,10 +121,25 @@ class DeviceRoom:
         """Give bytes that `take` returned back when `future` is over. held: what has the memory, kept until
         then; with no bytes, somebody else counts it.
         """
-        self._leaving.append((future, nbytes, held))
+        if nbytes:
+            self._leaving.append((future, nbytes, held))
+        elif held:
+            self._uncounted.append((future, held))
+
+    def let_go(self) -> None:
+        """Let go of memory that somebody else counts and whose copy is over, in whatever order."""
+        for _ in range(len(self._uncounted)):
+            try:
+                one = self._uncounted.popleft()
+            except IndexError:  # another thread that computes, or the garbage collector, has looked as well
+                return
+            if not one[0].done:
+                self._uncounted.append(one)
+            del one
 
     def collect(self) -> None:
         """Give back what has left by now."""
+        self.let_go()
         while self._leaving and self._leaving[0][0].done:
             self._await_oldest()
 
@@ -129,6 +149,7 @@ class DeviceRoom:
             _, nbytes, held = self._leaving.popleft()
             del held
             self.ledger.release(nbytes)
+        self._uncounted.clear()
 
     def _await_oldest(self) -> None:
         future, nbytes, held = self._leaving.popleft()
@@ -137,7 +158,7 @@ class DeviceRoom:
         finally:
             del held  # first: what is not counted is free
             self.ledger.release(nbytes)
-        for call in self.over if nbytes else ():
+        for call in self.over:
             call(future, nbytes)
 
 

@@ -161,16 +161,21 @@ class Reduction:
 
     def _hold(self, gradient: Gradient, grad: torch.Tensor, *, keep: bool) -> None:
         """Hold a gradient, or its sum with the one that is held already."""
-        room, of_unit = self._device.room, self._local[gradient.unit]
+        room, of_unit, taken = self._device.room, self._local[gradient.unit], 0
         before = of_unit.get(gradient.index)
         if room is not None:
             widens = before is not None and before.values.dtype != torch.float32
             nbytes = 4 * grad.numel() if widens else grad.nbytes if before is None else 0
             taken = room.take(nbytes, f"{gradient.unit.name}: a whole gradient")
-        if before is not None:
-            values = total_of(before.values, grad if room is not None else grad.contiguous())
-        else:
-            values = grad.clone() if room is not None and is_part(grad) else grad.contiguous()
+        try:
+            if before is not None:
+                values = total_of(before.values, grad if room is not None else grad.contiguous())
+            else:
+                values = grad.clone() if room is not None and is_part(grad) else grad.contiguous()
+        except BaseException:
+            if room is not None:
+                room.give_back(taken)
+            raise
         if room is None:
             self._charge_host(gradient, values.nbytes)
             of_unit[gradient.index] = _Local(gradient, values, keep)

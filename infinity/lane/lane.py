@@ -296,6 +296,8 @@ class StreamLane:
             self._thread.join(_CLOSE_S)  # not for ever: this thread may hold the lock
         elif self._thread is not threading.current_thread():
             self._thread.join()
+        elif self._worker is not None:
+            self._worker.end(_CLOSE_S)  # nor here: what it works on may wait for the lock
 
     @property
     def failure(self) -> BaseException | None:
@@ -335,9 +337,8 @@ class StreamLane:
                 self._writing.extend(self._begun)
                 self._begun.clear()
                 self._waits_since_s = 0.0
-        for worked in self._worker.take() if self._worker is not None else ():
-            self._given -= 1
-            self._begin_writes(worked)
+        if self._worker is not None:
+            self._take_worked(self._worker)
         self._reap(block=False)
         self._admit()
         if self._reading:
@@ -349,6 +350,12 @@ class StreamLane:
         else:  # what an accelerator copies may be behind all that computes: other work is not to wait for it
             self._rest(_LOOKS_S if self._writing or self._given else 1.0)
         return True
+
+    def _take_worked(self, worker: LaneWorker[_Tile]) -> None:
+        """Begin the writes of what the worker is done with."""
+        while (tile := worker.take()) is not None:
+            self._given -= 1
+            self._begin_writes(tile)
 
     def _ends_by_itself(self) -> bool:
         """Whether the oldest tile waits for the drive alone, and there is nothing else to look at."""
@@ -496,10 +503,11 @@ class StreamLane:
         """Begin the writes of a tile that was worked on."""
         record, job = tile.owner.record, tile.owner
         owner, last = (tile.slot, job.own_memory), tile.writes[-1] if tile.writes else None
-        tile.transfers = [
-            job.write(name, tile.start, tile.stop, tile.addresses[name], owner, more=name is not last)
-            for name in tile.writes
-        ]
+        tile.transfers = []
+        self._writing.append(tile)  # first: what has begun is waited for, even if the next cannot begin
+        for name in tile.writes:
+            more, address = name is not last, tile.addresses[name]
+            tile.transfers.append(job.write(name, tile.start, tile.stop, address, owner, more=more))
         tile.transfers += tile.more
         for name in tile.changes:
             job.note_written(name, tile.start, tile.stop)
@@ -511,7 +519,6 @@ class StreamLane:
         with self.lock:
             if job.progress.worked_on(ended):
                 self._processed(job)
-        self._writing.append(tile)
 
     def _note(self, tile: _Tile, lane: str, names: Sequence[str]) -> None:
         """Put a tile's transfers, now over, into the timeline."""

@@ -9,12 +9,17 @@ thread, which otherwise waits at its end for the work under way, does not wait f
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Generic, TypeVar
+
+logger = logging.getLogger("infinity")
 
 _T = TypeVar("_T")
 _LOOKS_S = 0.01
@@ -40,12 +45,19 @@ class LaneWorker(Generic[_T]):
         """Have it work on `one`, behind what it has."""
         self._given.put(one)
 
-    def take(self) -> list[_T]:
-        """Return what it has worked on since the last call, in order. Raises: what the work raised."""
-        count = len(self._worked)
-        if not count and self._error is not None:
-            raise self._error
-        return [self._worked.popleft() for _ in range(count)]
+    def take(self) -> _T | None:
+        """Return the next that it has worked on, in order; None where there is none. Raises: what the work
+        raised, once.
+        """
+        if self._worked:
+            return self._worked.popleft()
+        error, self._error = self._error, None  # it refers to frames of the program's
+        if error is None:
+            return None
+        try:
+            raise error
+        finally:
+            del error
 
     def left(self) -> list[_T]:
         """Return what it had worked on at its end."""
@@ -58,14 +70,18 @@ class LaneWorker(Generic[_T]):
 
     def leave(self) -> None:
         """Called on its own thread, which is about to close the lane: its end is not to be waited for."""
-        self._left = True
+        self._stopping = self._left = True
 
-    def end(self) -> None:
-        """Return when it works on nothing any more; what it was given and has not begun is dropped."""
+    def end(self, timeout_s: float = math.inf) -> None:
+        """Return when it works on nothing any more, or after so long; what it was given and has not begun is
+        dropped.
+        """
         self._stopping = True
         self._given.put(None)
-        while self._thread.is_alive() and not self._left:
+        end_s = time.monotonic() + timeout_s
+        while self._thread.is_alive() and not self._left and time.monotonic() < end_s:
             self._thread.join(_LOOKS_S)
+        self._error = None
 
     # Its own thread
 
@@ -76,7 +92,10 @@ class LaneWorker(Generic[_T]):
             while self._turn():
                 pass  # with nothing in this frame: see ending's note
         except BaseException as error:  # noqa: BLE001 - the lane's thread raises it
-            self._error = error
+            if self._stopping:
+                logger.debug("after the lane stopped: %s", error)
+            else:
+                self._error = error
 
     def _turn(self) -> bool:
         """Work on the next; False when it is time to stop."""

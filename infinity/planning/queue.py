@@ -222,11 +222,14 @@ class Queue(Generic[_PassT]):
     of_record: dict[Hashable, deque[_PassT]] = field(default_factory=dict)
     here: list[_PassT] = field(default_factory=list)
     """Passes that the thread that submitted them runs itself."""
+    fetches: int = 0
+    """Waiting passes that do not compute; after an interrupt maybe more than there are, never fewer."""
 
     def add(self, job: _PassT, *, urgent: bool = False) -> None:
         """Queue a pass behind the others; an urgent one, and older ones over its record, in front."""
         job.set_urgent(urgent=urgent)
         self.of_record.setdefault(job.record, deque()).append(job)
+        self.fetches += not job.computes
         self.waiting.append(job)
         if urgent:
             self.promote(job.record)
@@ -264,6 +267,8 @@ class Queue(Generic[_PassT]):
 
         passing: so are those whose records are busy. computing: else so are those that compute.
         """
+        if not computing and not self.fetches:  # a lane that looks again soon asks often
+            return None
         for job in self.waiting:
             oldest = self.of_record[job.record][0]
             if oldest.paused or (job.computes and not computing):
@@ -280,7 +285,7 @@ class Queue(Generic[_PassT]):
         """
         tile = job.progress.next_tile(job.tiles)
         if job.progress.is_last:
-            self.waiting.remove(job)
+            self._waits_no_more(job)
         return tile
 
     def retire_if_over(self, job: _PassT) -> bool:
@@ -300,8 +305,12 @@ class Queue(Generic[_PassT]):
     def forget(self, job: _PassT) -> None:
         """Undo `add`, however far it came."""
         if job in self.waiting:
-            self.waiting.remove(job)
+            self._waits_no_more(job)
         if job in self.of_record.get(job.record, ()):
             self.retire(job)
         elif not self.of_record.get(job.record, True):
             del self.of_record[job.record]
+
+    def _waits_no_more(self, job: _PassT) -> None:
+        self.waiting.remove(job)
+        self.fetches -= not job.computes

@@ -38,13 +38,13 @@ class _Span:
             at = self._memory.address
             self.reading = record.read(name, start, self.stop, at, self._memory, urgent=urgent)
 
-    def address(self, start: int) -> int:
+    def address(self, start: int, timeout_s: float | None = None) -> int:
         """Wait for the span, and return the address of element `start`.
 
-        Raises: CorruptionError; the error of the read.
+        Raises: CorruptionError; the error of the read; a TimeoutError if that still runs after `timeout_s`.
         """
         if self.reading is not None:
-            self.reading.wait()
+            self.reading.wait(timeout_s)
             self.reading = None
             self._checksums(reads=(self.name,)).compare()
         return self._memory.address + self._record.schema.nbytes(self.name, start - self.start)
@@ -84,8 +84,8 @@ class _Piece:
         return self._reading.ended_s if first and self._reading is not None else None
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the span, and copy."""
-        kernels.copy(self._nbytes, self._address, self._span.address(self._start))
+        """Wait for the span, for so long at most, and copy."""
+        kernels.copy(self._nbytes, self._address, self._span.address(self._start, timeout_s))
         self._packed.drop_before(self._span)
 
 

@@ -9,8 +9,10 @@ import weakref
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import infinity
 import models
@@ -74,6 +76,33 @@ def test_downloads_allocate_nothing_in_the_steady_state_however_slow_the_updates
     monkeypatch.setattr(StreamLane, "_work", lambda lane, tile: (time.sleep(0.004), work(lane, tile)))
     models.train(model, optimizer, 2, first=2)
     assert memory.made == made > 0
+
+
+class Checkpointed(torch.nn.Module):
+    """Layers behind checkpoints, whose copies are over before the next begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(12))
+
+    def forward(self, hidden):
+        memory = []
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=False)
+            memory.append(StorageWeakRef(hidden.untyped_storage()))
+            engine_of_model(self).device.synchronize()
+        return hidden, sum(not one.expired() for one in memory)
+
+
+@pytest.mark.parametrize(("mode", "there"), [(None, 12), ("host", 3)])
+def test_inputs_of_checkpoints_that_were_copied_are_gone_when_the_forward_ends(late, mode, there):
+    late.free = 64 << 20
+    with infinity.Init(nvme=None, host_memory="64MiB", offload_activations=mode):
+        model = Checkpointed()
+    hidden, alive = model(torch.zeros(256, 64, dtype=torch.bfloat16))
+    assert alive == there
+    assert late.copies > 0
+    hidden.sum().backward()
 
 
 class Seen(TorchDispatchMode):

@@ -1,5 +1,7 @@
 """Bytes of device memory, and how room is made. Faked: the work that bytes leave with, and what gives way."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -120,3 +122,19 @@ def test_a_download_that_does_not_begin_is_counted_no_more(monkeypatch):
 
 def _out_of_memory(*_, **__):
     raise torch.OutOfMemoryError("planted")
+
+
+def test_what_somebody_else_counts_goes_with_its_copy_whatever_is_copied_before_it(log):
+    room = opened(log, 1)
+    slow, fast = Work(log, "slow"), Work(log, "fast")
+    of_slow, of_fast = torch.zeros(1), torch.zeros(1)
+    seen = weakref.ref(of_slow), weakref.ref(of_fast)
+    room.leaves(0, slow, of_slow)
+    room.leaves(0, fast, of_fast)
+    del of_slow, of_fast
+    fast.done = True
+    room.let_go()
+    assert [one() is None for one in seen] == [False, True]
+    room.empty()  # the device has no memory left
+    assert (seen[0](), log) == (None, ["wait for slow"])
+    assert room.ledger.held_nbytes == 0

@@ -5,6 +5,8 @@ import types
 import pytest
 import torch
 
+from infinity.device.room import DeviceRoom
+from infinity.gradients import reduction as reductions
 from infinity.gradients.reduction import Reduction, _pack, _pack_on_device
 from infinity.lane.outgoing import OutgoingShare
 from infinity.planning.layout import Holders, lay_out
@@ -64,12 +66,14 @@ class Means:
         self.added.append((gradient.unit.name, tensor))
 
 
-def opened(bucket=5 * UNIT, outgoing=1 << 20, units=()):
+def opened(bucket=5 * UNIT, outgoing=1 << 20, units=(), device=HOST):
     lane, share, means = Lane(), OutgoingShare(HOST, Timeline()), Means()
     share.open(outgoing)
     ranks = types.SimpleNamespace(size=2, least=lambda value, _: value)
     reducers = types.SimpleNamespace(ranks=ranks, reduces=lambda _: lane)
-    reduction = Reduction(reducers, lane, HOST, Ledger(1 << 20), share, deferred=False, bucket_nbytes=bucket)
+    reduction = Reduction(
+        reducers, lane, device, Ledger(1 << 20), share, deferred=False, bucket_nbytes=bucket
+    )
     reduction.open(units)
     return reduction, lane, share, means
 
@@ -164,6 +168,22 @@ def test_experts_that_only_some_ranks_have_are_summed_by_themselves():
     arrive(reduction, unit)
     assert reduction.complete(unit, means) == [unit]
     assert len(lane.queued) == 1
+
+
+def test_a_sum_that_fails_gives_the_devices_memory_back(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(reductions, "total_of", full)
+    room = DeviceRoom()
+    device = types.SimpleNamespace(**{**vars(HOST), "is_host": False, "room": room})
+    reduction, *_ = opened(device=device)
+    unit = Unit("a")
+    arrive(reduction, unit)
+    before = room.ledger.held_nbytes
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        reduction.add(unit.parameters[0].grad.gradient, torch.zeros(3000, dtype=torch.bfloat16))
+    assert room.ledger.held_nbytes == before > 0
 
 
 @pytest.mark.parametrize("missing", [(), (0,), (1,), (0, 2)])

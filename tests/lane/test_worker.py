@@ -2,8 +2,11 @@
 that take long.
 """
 
+import contextlib
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -189,6 +192,54 @@ def test_an_error_in_an_update_reaches_who_waits_for_anything(two, seed):
         two.submit(Computing(seed + 1))
 
 
+def test_an_error_in_an_update_keeps_nothing_of_who_was_told(two, seed):
+    seen = []
+
+    def train():
+        loss = torch.ones(1)
+        seen.append(weakref.ref(loss))
+        two.submit(broken := Broken(seed))
+        two.wait(broken)
+
+    with contextlib.suppress(ArithmeticError):
+        train()
+    two.close()
+    gc.collect()
+    assert [one() for one in seen] == [None]
+
+
+class Refused(Computing):
+    """An update whose second write cannot begin."""
+
+    def __init__(self, seed, begun):
+        super().__init__(seed)
+        self.first = begun
+
+    def reads_and_writes(self, start, stop):
+        return (), ("hi", "lo")
+
+    def write(self, name, *_, **__):
+        if name == "lo":
+            raise OSError("no more requests")
+        return self.first
+
+
+class Waited(Gated):
+    """Is over when it was waited for."""
+
+    def wait(self, timeout_s=None):
+        self.gate.set()
+
+
+def test_a_write_that_has_begun_is_waited_for_where_the_next_cannot_begin(two, seed):
+    refused = Refused(seed, Waited())
+    two.submit(refused)
+    with pytest.raises(OSError, match="no more requests"):
+        two.wait(refused)
+    two.close()
+    assert refused.first.done
+
+
 def test_closing_waits_for_the_update_under_way_and_drops_the_others(seed, gate):
     before = held()
     lane = StreamLane(Pool(TILE * 16, 4), apart=True)
@@ -202,6 +253,28 @@ def test_closing_waits_for_the_update_under_way_and_drops_the_others(seed, gate)
     assert log == ["update"]
     del first, second, lane
     assert left_since(before) == []
+
+
+class ClosingHere(Logged):
+    """As where the garbage collector ends an engine in the lane's own thread."""
+
+    def process(self, start, stop, at):
+        self.begun.set()
+        self.lane.close()
+        super().process(start, stop, at)
+
+
+def test_a_lane_that_its_own_thread_closes_waits_for_the_update_under_way(two, gate, seed):
+    update = Computing(seed, gate)
+    two.submit(update)
+    assert update.begun.wait(10)
+    closing = ClosingHere(record_on(FakeDisk(seed), 10), "closed", update.log)
+    closing.lane = two
+    two.submit(closing)
+    assert closing.begun.wait(10)
+    threading.Timer(0.05, gate.set).start()
+    two._thread.join(10)
+    assert update.log == ["update", "closed"]
 
 
 class Closing(Computing):

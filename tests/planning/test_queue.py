@@ -26,7 +26,7 @@ def begin(queue):
     """Take the pass that may begin, as the lane does; None if none may."""
     job = queue.admissible()
     if job is not None:
-        queue.waiting.popleft()
+        queue.next_tile(job)  # of which it has none
     return job
 
 
@@ -203,3 +203,17 @@ def test_a_fetch_that_nothing_is_needed_for_is_over():
 def test_a_job_that_was_never_submitted_cannot_be_waited_for():
     with pytest.raises(AssertionError, match="submitted before it is waited for"):
         Walk("a").wait()
+
+
+def test_only_passes_that_do_not_compute_begin_where_the_others_have_all_their_slots():
+    computing, walk, dropped = Computing("a"), Walk("b"), Walk("c")
+    queue = queued(computing)
+    assert queue.admissible(computing=False) is None
+    for job in (walk, dropped):
+        queue.add(job)
+    queue.forget(dropped)
+    assert queue.admissible(computing=False) is walk
+    assert queue.next_tile(walk) is None
+    assert queue.admissible(computing=False) is None
+    assert queue.fetches == 0
+    assert queue.admissible() is computing

@@ -9,6 +9,7 @@ from infinity.errors import CorruptionError
 from infinity.lane.lane import StreamLane
 from infinity.lane.passes import CopyInPass, CopyOutPass, LeavePass, ReadPass, WritePass
 from infinity.planning.layout import RecordSchema, lay_out
+from infinity.records.packing import PackedSpans
 from infinity.records.record import Record, Traffic
 from infinity.sizes import BLOCK
 from infinity.storage.memory import Ledger, Pool
@@ -157,3 +158,31 @@ def test_a_field_that_was_never_written_is_cleared_in_host_memory_tile_by_tile(s
     written = setup.write(1)
     setup.assert_holds({0: zeros(0), **written, 2: zeros(2)})
     setup.assert_holds({**written, **setup.write(0, 2)})
+
+
+def test_who_waits_for_a_tile_of_a_span_for_so_long_is_told_that_it_still_comes(setup):
+    expected = setup.write(*ALL)
+    asked, begin = [], setup.record.read
+
+    def late(*args, **settings):
+        transfer = begin(*args, **settings)
+        wait = transfer.wait
+
+        def first(timeout_s=None):
+            asked.append(timeout_s)
+            if timeout_s is not None:
+                raise TimeoutError
+            wait()
+
+        transfer.wait = first
+        return transfer
+
+    setup.record.read = late
+    memory = torch.zeros(TILE)
+    piece = PackedSpans(setup.record).read("scale", 0, TILE, memory.data_ptr(), urgent=False)
+    with pytest.raises(TimeoutError):
+        piece.wait(0.001)
+    assert asked == [0.001]
+    assert not memory.any()
+    setup.record.read = begin
+    setup.assert_holds(expected)
