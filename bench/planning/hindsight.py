@@ -17,10 +17,11 @@ from infinity.bench.planning.sketch import outline_of_shape
 from infinity.bench.targets import Target
 from infinity.errors import ConfigError
 from infinity.planning.activations import Method
-from infinity.planning.demand import Setting, demand
+from infinity.planning.demand import demand
 from infinity.planning.forecast import Forecast, forecast
 from infinity.planning.lookups import in_blocks_of_rows
 from infinity.planning.outline import timed
+from infinity.planning.setting import Setting
 from infinity.planning.simulator import Disk, Rates
 from infinity.sizes import format_size
 

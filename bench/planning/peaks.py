@@ -27,7 +27,7 @@ from infinity.bench.planning.sketch import outline_of_content
 from infinity.bench.targets import mark
 from infinity.planning.activations import Method
 from infinity.planning.capacity import HOST_MEMORY, Capacity
-from infinity.planning.demand import Setting
+from infinity.planning.setting import Setting
 from infinity.sizes import format_size, parse_size
 
 LIMIT = 0.1

@@ -33,9 +33,9 @@ from infinity.config.sequence_ranks import check_expert_ranks
 from infinity.errors import ConfigError
 from infinity.planning.activations import Method
 from infinity.planning.capacity import Capacity
-from infinity.planning.demand import Setting
 from infinity.planning.gpus import GPUS, LAUNCH_S, REACHED_COMPUTE, REACHED_LINK, USE_S
 from infinity.planning.outline import Outline
+from infinity.planning.setting import Setting
 from infinity.planning.simulator import Disk, Rates
 from infinity.storage.disk_speed import DiskSpeed, speed_of
 from infinity.storage.memory import lean_malloc

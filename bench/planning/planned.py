@@ -9,11 +9,12 @@ from typing import Any
 from infinity.errors import ConfigError, HostMemoryError
 from infinity.planning.activations import Method
 from infinity.planning.capacity import CONTEXT_NBYTES, Capacity, Need, needs
-from infinity.planning.demand import Demand, Setting, as_recomputed, demand, least_host_nbytes
+from infinity.planning.demand import Demand, as_recomputed, demand, least_host_nbytes
 from infinity.planning.expert_tokens import TokenTraffic, token_traffic
 from infinity.planning.forecast import Forecast, forecast
 from infinity.planning.lookups import in_blocks_of_rows
 from infinity.planning.outline import Outline, timed
+from infinity.planning.setting import Setting
 from infinity.planning.simulator import Rates
 from infinity.sizes import format_size
 

@@ -286,7 +286,8 @@ def _room(folder: str, outline: Outline) -> Finding:
 
 def _budget(outline: Outline) -> Finding:
     """Compare the least host_memory of a model with the default."""
-    from infinity.planning.demand import Setting, least_host_nbytes  # imports numpy
+    from infinity.planning.demand import least_host_nbytes  # imports numpy
+    from infinity.planning.setting import Setting
 
     default = max(1, available_nbytes() // 2)
     least, whole = (least_host_nbytes(outline, Setting(default, nvme=nvme)) for nvme in (True, False))

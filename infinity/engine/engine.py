@@ -369,9 +369,7 @@ class Engine:
     def foresight(
         self, named: Sequence[tuple[str, nn.Module]], units_of: Mapping[int, Sequence[Unit]]
     ) -> dict[int, Foresight]:
-        """Return what guesses the experts of layers among the modules of a model, by the id() of these; see
-        [Note: guesses] in foresight. units_of: a module's own, by its id().
-        """
+        """Return what guesses experts, by the id() of their layers. units_of: modules' own, by their id()."""
         pays = self.ranks.size == 1 and self.device.is_host and self.nvme_store is not None
         return foresight_of(named, self.residency, units_of) if pays else {}
 

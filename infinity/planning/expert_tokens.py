@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from infinity.planning.demand import Setting
 from infinity.planning.outline import Outline
+from infinity.planning.setting import Setting
 
 _WAYS = 2
 """A row goes to the rank of its expert, and its result comes back."""

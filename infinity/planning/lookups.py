@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from infinity.planning.budget import divide, least_budget
-from infinity.planning.demand import Setting
 from infinity.planning.layout import RecordSchema
 from infinity.planning.outline import Outline, UnitOutline
+from infinity.planning.setting import Setting
 from infinity.planning.tile_size import rows_of_block
 
 

@@ -12,7 +12,7 @@ from infinity.errors import ConfigError
 from infinity.planning.activations import Method
 from infinity.planning.architectures import llama, outline_of_config
 from infinity.planning.capacity import CONTEXT_NBYTES, Capacity, Process
-from infinity.planning.demand import Setting
+from infinity.planning.setting import Setting
 from infinity.sizes import format_size
 
 CONFIGS = Path(__file__).parent / "configs"

@@ -11,8 +11,9 @@ from infinity.cli import presets
 from infinity.engine.engine import engine_of_model
 from infinity.errors import ConfigError, HostMemoryError
 from infinity.planning.architectures import llama
-from infinity.planning.demand import Setting, demand, least_host_nbytes
+from infinity.planning.demand import demand, least_host_nbytes
 from infinity.planning.outline import trace_of
+from infinity.planning.setting import Setting
 
 PRESET = presets.Preset(layers=3, hidden=256, intermediate=704, heads=4)
 HALF = presets.Preset(layers=3, hidden=128, intermediate=352, heads=4)

@@ -14,7 +14,7 @@ from infinity.bench.planning.planned import Question, answer
 from infinity.bench.planning.sketch import outline_of
 from infinity.errors import ConfigError
 from infinity.planning.activations import Method
-from infinity.planning.demand import Setting
+from infinity.planning.setting import Setting
 from infinity.planning.simulator import Disk, Rates
 
 MODEL = str(Path(__file__).parent / "configs" / "mixtral-8x7b.json")

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from infinity.planning import forecast as forecasts
 from infinity.planning.architectures import llama
 from infinity.planning.bottleneck import Load, disk_limits_s
-from infinity.planning.demand import Setting, demand
+from infinity.planning.demand import demand
 from infinity.planning.forecast import EngineLimits, Forecast, Moves, forecast, predict_step
 from infinity.planning.gpus import GPUS, LAUNCH_S, USE_S
 from infinity.planning.outline import Outline, Stage, UnitOutline, timed, trace_of
 from infinity.planning.plan import Plan, make_plan
+from infinity.planning.setting import Setting
 from infinity.planning.simulator import Disk, Rates
 
 DISK = Disk(read=10.0, write=10.0, mixed=10.0)

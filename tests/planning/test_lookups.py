@@ -12,7 +12,8 @@ from infinity.engine.engine import engine_of_model
 from infinity.planning import lookups, tile_size
 from infinity.planning.activations import Method
 from infinity.planning.architectures import outline_of_config
-from infinity.planning.demand import Setting, demand
+from infinity.planning.demand import demand
+from infinity.planning.setting import Setting
 
 ROWS, WIDTH, TOKENS = 2048, 64, 4
 SIZES = {

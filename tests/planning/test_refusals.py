@@ -6,7 +6,7 @@ from infinity.bench.planning.planned import Question, answer
 from infinity.planning.activations import Method
 from infinity.planning.architectures import llama
 from infinity.planning.capacity import CONTEXT_NBYTES, Capacity, Process
-from infinity.planning.demand import Setting
+from infinity.planning.setting import Setting
 from infinity.sizes import format_size
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

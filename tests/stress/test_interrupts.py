@@ -64,8 +64,8 @@ def interrupt(monkeypatch, owner, name, *, after):
         (Queue, "add", True),  # in the queue, its updates not yet its own
         (Changes, "found", False),  # a forward ends
         (Unit, "attach", False),
-        (unit_module, "release", False),
-        (unit_module, "release", True),
+        (unit_module, "_set_data", False),  # a parameter is attached, or released
+        (unit_module, "_set_data", True),
     ],
     ids=lambda one: getattr(one, "__name__", str(one)),
 )

@@ -37,8 +37,9 @@ from infinity.bench.planning.cuts import in_slices
 from infinity.bench.planning.sketch import outline_of_content
 from infinity.engine.engine import engine_of_model
 from infinity.planning.activations import Method
-from infinity.planning.demand import Setting, demand
+from infinity.planning.demand import demand
 from infinity.planning.expert_tokens import token_traffic
+from infinity.planning.setting import Setting
 from infinity.sequences.parallel import sequences_of
 from infinity.tensors import digest
 

@@ -7,7 +7,7 @@ from infinity.bench.planning.planned import Question, answer
 from infinity.planning.activations import Method
 from infinity.planning.architectures import llama
 from infinity.planning.capacity import Capacity
-from infinity.planning.demand import Setting
+from infinity.planning.setting import Setting
 
 GIB = 1 << 30
 MODEL = llama("small", 8, 1024, 2816, 32_000)

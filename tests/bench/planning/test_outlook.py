@@ -7,8 +7,8 @@ import pytest
 from infinity.bench.planning import outlook, sketch
 from infinity.bench.planning import plan as planning
 from infinity.bench.planning.outlook import decimal_size, duration, figure, short_count
-from infinity.planning.demand import Setting
 from infinity.planning.outline import Outline, Stage, UnitOutline
+from infinity.planning.setting import Setting
 from infinity.planning.simulator import Disk, Rates
 from infinity.planning.zero_memory import STAGES, model_states
 

@@ -23,8 +23,8 @@ from infinity.engine.init import Init
 from infinity.errors import ConfigError
 from infinity.planning import tile_size
 from infinity.planning.capacity import Process
-from infinity.planning.demand import Setting
 from infinity.planning.outline import trace_of
+from infinity.planning.setting import Setting
 from infinity.planning.simulator import Disk, Rates
 
 RATES = ["--nvme-read", "2", "--nvme-write", "1", "--nvme-mixed", "1.5", "--compute", "1"]

@@ -1,0 +1,101 @@
+"""What a training is planned for: budgets, types, ranks, and how activations are kept. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from infinity.errors import ConfigError
+from infinity.planning.activations import Method
+from infinity.planning.outline import UnitOutline
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a plan is for: see Config and AdamW."""
+
+    host_nbytes: int
+    """Of each machine, whose ranks divide it: Config(host_memory=...)."""
+    nvme: bool = True
+    device_nbytes: int | None = None
+    """Of each rank, for parameters that wait for their use or live on the device; with those in use they are
+    Config(device_memory=...). None where the CPU computes.
+    """
+    state_dtype: str = "fp32"
+    dtype: str = "bf16"
+    update: str = "forward"
+    micro_batches: int = 1
+    ranks: int = 1
+    expert_parallel: int = 1
+    """Ranks that divide the experts of each layer among them; the outline says which they are."""
+    local_ranks: int = 1
+    """That share one machine: its NVMe, and its memory."""
+    durable: bool = False
+    """Whether steps are committed, which keeps every record twice."""
+    method: Method = field(default_factory=Method)
+    """How activations are kept, and of how many tokens."""
+
+    def __post_init__(self) -> None:
+        """Check what no engine would take.
+
+        Raises: ConfigError.
+        """
+        for name in ("micro_batches", "ranks", "expert_parallel", "local_ranks", "host_nbytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")
+        self._check_activations()
+        self._check_ranks()
+        if self.update not in ("forward", "backward"):
+            raise ConfigError(f'update={self.update!r}: expected "forward" or "backward"')
+        if self.update == "backward" and self.micro_batches > 1:
+            raise ConfigError(
+                f'{self.micro_batches} micro-batches need update="forward": with "backward" the second '
+                "would come after the update"
+            )
+        if self.state_dtype not in ("fp32", "bf16", "int8"):
+            raise ConfigError(f'state_dtype={self.state_dtype!r}: expected "fp32", "bf16" or "int8"')
+        if self.dtype not in ("bf16", "fp16", "fp32"):
+            raise ConfigError(f'dtype={self.dtype!r}: expected "bf16", "fp16" or "fp32"')
+        if self.dtype == "fp16" and self.update == "backward":
+            raise ConfigError('update="backward" with fp16 would apply overflows: update="forward"')
+        if self.dtype != "bf16" and self.state_dtype != "fp32":
+            raise ConfigError(f'state_dtype={self.state_dtype!r} goes with dtype="bf16", not {self.dtype!r}')
+
+    def _check_ranks(self) -> None:
+        if self.ranks % self.local_ranks:
+            raise ConfigError(
+                f"{self.ranks} ranks, {self.local_ranks} on each machine: expected a whole number of machines"
+            )
+        if self.ranks % self.expert_parallel:
+            raise ConfigError(
+                f"{self.ranks} ranks, {self.expert_parallel} that divide experts: expected a whole number of "
+                "such groups"
+            )
+
+    def _check_activations(self) -> None:
+        if self.method.offload not in (None, "host", "nvme"):
+            raise ConfigError(f'offload_activations={self.method.offload!r}: expected None, "host" or "nvme"')
+        for name, asked in (
+            ('offload_activations="nvme"', self.method.offload == "nvme"),
+            ("durable", self.durable),
+        ):
+            if asked and not self.nvme:
+                raise ConfigError(f"{name} needs a folder on NVMe: leave one of the two out")
+        if self.method.activation_nbytes is not None and (self.method.offload or self.method.batch_tile):
+            raise ConfigError(
+                "activation_memory decides itself which blocks are recomputed, and which inputs wait where: "
+                "leave offload_activations and tiles of the batch out"
+            )
+        if not self.method.checkpointing and (self.method.offload or self.method.batch_tile):
+            raise ConfigError(
+                "offload_activations and tiles of the batch need blocks that are recomputed: with activation "
+                "checkpointing, or neither of them"
+            )
+
+    def holders(self, part: UnitOutline) -> int:
+        """Return how many ranks have a share of a unit that this one has, too."""
+        return self.ranks // self.expert_parallel if part.divided else self.ranks
+
+    @property
+    def rank_host_nbytes(self) -> int:
+        """One rank's share of its machine's host_memory."""
+        return self.host_nbytes // self.local_ranks
