@@ -6,7 +6,10 @@ libaio's headers and a compiler for the extensions that DeepSpeed compiles.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from infinity.bench.engine.runs import SHAPES, Environment
 from infinity.errors import ConfigError
@@ -55,6 +58,16 @@ def settings(shape: str, micro_batches: int = 1) -> dict[str, Any]:
     parameters = {**zero["offload_param"], "buffer_size": widest * sizes["hidden_size"] + (1 << 18)}
     batches = {"gradient_accumulation_steps": micro_batches}
     return {**SETTINGS, **batches, "zero_optimization": {**zero, "offload_param": parameters}}
+
+
+def environment_of(venv: Path | None, console: Console) -> Environment:
+    """Return DeepSpeed's environment. Raises: ConfigError without one in which DeepSpeed can be imported."""
+    if venv is None:
+        raise ConfigError("--peer deepspeed needs --venv: a virtual environment with DeepSpeed")
+    environment = Environment.of_venv(venv)
+    with console.status("importing DeepSpeed"):
+        check(environment)
+    return environment
 
 
 def check(environment: Environment) -> None:

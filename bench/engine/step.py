@@ -87,7 +87,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     of_ours = options.host_memory, options.update, options.state_dtype
     every = cases(options.tokens, *of_ours, options.peer, options.micro_batches)
     entries = chosen(every, options.only)
-    environment = _rival_of(options, entries, console)
+    beside = any(one.kind == "deepspeed" for one in entries)
+    environment = rival.environment_of(options.venv, console) if beside else OWN
     with folder_on(options.nvme) as folder:
         with console.status("the disk"):
             gauge = gauge_on(folder, options.disk_size, options.disk_seconds)
@@ -95,18 +96,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
         findings = findings_of(found, options, gauge.source)
         report(findings, options, console, folder)
     return 0
-
-
-def _rival_of(options: argparse.Namespace, entries: Sequence[Case], console: Console) -> Environment:
-    """Return DeepSpeed's environment if it runs, else our own Python."""
-    if all(one.kind != "deepspeed" for one in entries):
-        return OWN
-    if options.venv is None:
-        raise ConfigError("--peer deepspeed needs --venv: a virtual environment with DeepSpeed")
-    environment = Environment.of_venv(options.venv)
-    with console.status("importing DeepSpeed"):
-        rival.check(environment)
-    return environment
 
 
 def _budget(text: str) -> str:

@@ -27,7 +27,6 @@ from infinity.bench.engine.runs import (
     SETTLING,
     SHAPES,
     UPDATES,
-    Environment,
     Model,
     folder_on,
     parameter_count,
@@ -198,7 +197,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.steps <= SETTLING:
         raise ConfigError(f"--steps {options.steps}: the first {SETTLING} are not counted. Ask for more.")
     entries = cases(options.ranks, options.host_memory, options.peer)
-    environment = _rival_of(options, console)
+    beside = "deepspeed" in options.peer
+    environment = rival.environment_of(options.venv, console) if beside else OWN
     model = Model(options.model, options.tokens, options.steps)
     found: dict[RankCase, list[RankRun]] = {one: [] for one in entries}
     with folder_on(options.nvme) as folder:
@@ -213,15 +213,3 @@ def run(options: argparse.Namespace, console: Console) -> int:
             console.print(f"{title}: {one.seconds:.2f} s per step", highlight=False, soft_wrap=True)
         report(findings_of(found, model, options), options, console, folder)
     return 0
-
-
-def _rival_of(options: argparse.Namespace, console: Console) -> Environment:
-    """Return DeepSpeed's environment if it runs, else our own Python."""
-    if "deepspeed" not in options.peer:
-        return OWN
-    if options.venv is None:
-        raise ConfigError("--peer deepspeed needs --venv: a virtual environment with DeepSpeed")
-    environment = Environment.of_venv(options.venv)
-    with console.status("importing DeepSpeed"):
-        rival.check(environment)
-    return environment

@@ -7,17 +7,16 @@ import pytest
 import torch
 
 from fakes import FakeDisk
+from gated_passes import TILE, Gated, Logged, Moving
 from infinity.errors import CorruptionError, EngineFailedError
 from infinity.lane import lane as lanes
 from infinity.lane.lane import Pass, StreamLane
 from infinity.lane.passes import LeavePass, ReadPass, WritePass
-from infinity.planning.layout import ALIGN_NUMEL, lay_out, tiles
+from infinity.planning.layout import lay_out, tiles
 from infinity.records.record import Record, Traffic
 from infinity.storage.memory import Ledger, Pool
 from infinity.storage.store import HostStore
 from leftovers import held, left_since
-
-TILE = ALIGN_NUMEL
 
 
 def record_on(disk, numels):
@@ -79,32 +78,14 @@ def test_passes_over_one_record_keep_their_order_even_when_promoted(lane, seed):
         assert found.unique().tolist() == [number]
 
 
-class _Order(Pass):
-    def __init__(self, record, name, log, gate=None):
-        super().__init__(record)
-        self.name, self.log, self.gate, self.begun = name, log, gate, threading.Event()
-
-    def tiles(self):
-        return tiles(TILE, TILE)
-
-    def reads_and_writes(self, start, stop):
-        return (), ()
-
-    def process(self, start, stop, at):
-        self.begun.set()
-        if self.gate:
-            self.gate.wait(10)
-        self.log.append(self.name)
-
-
 def test_a_promoted_pass_overtakes_those_that_wait(seed):
     lane = StreamLane(Pool(TILE * 16, 1))
     records = [record_on(FakeDisk(seed), [10]) for _ in range(4)]
     log, gate = [], threading.Event()
-    first = _Order(records[0], "first", log, gate)
+    first = Logged(records[0], "first", log, gate)
     lane.submit(first)
     assert first.begun.wait(10)
-    jobs = [_Order(records[n], n, log) for n in range(1, 4)]
+    jobs = [Logged(records[n], n, log) for n in range(1, 4)]
     for job in jobs:
         lane.submit(job)
     lane.promote(records[3])
@@ -114,7 +95,7 @@ def test_a_promoted_pass_overtakes_those_that_wait(seed):
     assert log == ["first", 3, 1, 2]
 
 
-class _Awaiting(_Order):
+class _Awaiting(Logged):
     """A pass whose gradients come when `arrived` is set: its work waits for that, if it has to."""
 
     def __init__(self, record, name, log):
@@ -136,8 +117,8 @@ def test_a_pass_whose_gradients_are_on_their_way_lets_others_by(seed, monkeypatc
     lane = StreamLane(Pool(TILE * 16, 2))
     log = []
     late = _Awaiting(record_on(FakeDisk(seed), [10]), "late", log)
-    behind = _Order(late.record, "behind it, of its record", log)
-    other = _Order(record_on(FakeDisk(seed), [10]), "other", log)
+    behind = Logged(late.record, "behind it, of its record", log)
+    other = Logged(record_on(FakeDisk(seed), [10]), "other", log)
     for job in (late, other, behind):
         lane.submit(job)
     lane.wait(other)
@@ -161,38 +142,10 @@ def test_where_all_gradients_are_late_the_oldest_is_waited_for(seed):
     lane.close()
 
 
-class _Gated:
-    """A transfer that is over when its gate is open."""
-
-    ended_s = None
-
-    def __init__(self):
-        self.gate, self.began_s = threading.Event(), time.perf_counter()
-
-    @property
-    def done(self):
-        return self.gate.is_set()
-
-    def wait(self, timeout_s=None):
-        if not self.gate.wait(timeout_s or 10):
-            raise TimeoutError
-
-
-class _Moving(_Order):
-    """A pass that moves something more, such as an upload."""
-
-    def __init__(self, record, transfer):
-        super().__init__(record, "", [])
-        self.transfer = transfer
-
-    def process(self, start, stop, at):
-        return (self.transfer,)
-
-
 def test_a_tile_is_over_though_an_older_one_still_moves(seed):
     lane = StreamLane(Pool(TILE * 16, 2))
-    uploads = [_Gated(), _Gated(), _Gated()]
-    jobs = [_Moving(record_on(FakeDisk(seed + n), [10]), upload) for n, upload in enumerate(uploads)]
+    uploads = [Gated(), Gated(), Gated()]
+    jobs = [Moving(record_on(FakeDisk(seed + n), [10]), upload) for n, upload in enumerate(uploads)]
     uploads[1].gate.set()
     for job in jobs[:2]:
         lane.submit(job)
@@ -327,7 +280,7 @@ def in_host(numels=(6000,)):
     return record_on(HostStore(Ledger(1 << 24)), numels)
 
 
-class _Where(_Order):
+class _Where(Logged):
     """Notes the thread it runs on."""
 
     def process(self, start, stop, at):
@@ -399,7 +352,7 @@ def test_a_pass_that_may_have_to_wait_is_run_by_the_lanes_thread(kind, seed):
     lane.close()
 
 
-class _Broken(_Order):
+class _Broken(Logged):
     def process(self, start, stop, at):
         raise ArithmeticError("no such number")
 

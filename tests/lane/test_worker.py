@@ -5,24 +5,22 @@ that take long.
 import contextlib
 import gc
 import threading
-import time
 import weakref
 
 import pytest
 import torch
 
 from fakes import FakeDisk
+from gated_passes import TILE, Gated, Logged, Moving
 from infinity.errors import EngineFailedError
 from infinity.lane import lane as lanes
-from infinity.lane.lane import Pass, StreamLane
+from infinity.lane.lane import StreamLane
 from infinity.lane.passes import ReadPass, WritePass
-from infinity.planning.layout import ALIGN_NUMEL, lay_out, tiles
+from infinity.planning.layout import lay_out
 from infinity.records.record import Record, Traffic
 from infinity.storage.memory import Ledger, Pool
 from infinity.storage.store import HostStore
 from leftovers import held, left_since
-
-TILE = ALIGN_NUMEL
 
 
 def record_on(disk, numel):
@@ -30,54 +28,6 @@ def record_on(disk, numel):
     for field in ("hi", "lo", "m", "v"):
         record.add(field, disk)
     return record
-
-
-class Logged(Pass):
-    """Notes that it was worked on, once its gate is open."""
-
-    def __init__(self, record, name, log, gate=None):
-        super().__init__(record)
-        self.name, self.log, self.gate, self.begun = name, log, gate, threading.Event()
-
-    def tiles(self):
-        return tiles(TILE, TILE)
-
-    def reads_and_writes(self, start, stop):
-        return (), ()
-
-    def process(self, start, stop, at):
-        self.begun.set()
-        if self.gate:
-            self.gate.wait(10)
-        self.log.append(self.name)
-
-
-class Gated:
-    """A transfer that is over when its gate is open."""
-
-    ended_s = None
-
-    def __init__(self):
-        self.gate, self.began_s = threading.Event(), time.perf_counter()
-
-    @property
-    def done(self):
-        return self.gate.is_set()
-
-    def wait(self, timeout_s=None):
-        if not self.gate.wait(timeout_s or 10):
-            raise TimeoutError
-
-
-class Moving(Logged):
-    """A pass that moves something more, such as an upload."""
-
-    def __init__(self, record, transfer):
-        super().__init__(record, "", [])
-        self.transfer = transfer
-
-    def process(self, start, stop, at):
-        return (self.transfer,)
 
 
 @pytest.fixture
