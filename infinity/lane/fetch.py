@@ -443,6 +443,11 @@ class UpdatePass(_UpdatingPass):
         """Whether the copy has come as well."""
         return super().ready and (self._copy is None or self._copy.done)
 
+    @property
+    def deferrable(self) -> bool:
+        """See QueuedPass: the unit's next use is in the next forward, or later."""
+        return True
+
     def start_from(self, flat: torch.Tensor | None) -> None:
         """Take `hi` from `flat` instead, before the pass is queued."""
         self._flat = flat

@@ -20,8 +20,9 @@ Beside an accelerator, passes that *compute* (updates, and what waits for gradie
 on their way to host memory) are worked on by a thread of their own, the worker: an update takes milliseconds,
 and what is fetched is to be handled, widened and uploaded meanwhile. The lane's thread does all the rest: it
 begins and ends every transfer, owns the slots, and gives the worker tiles whose reads are over, those of a
-pass in their order. It takes the oldest tile whose reads are over, and looks again soon where none are. Those
-that compute leave some slots to the others, and no pass waits behind one whose record another is busy with.
+pass in their order, a few at a time, those that are needed soonest first (`is_sooner` in tile.py). Of the
+others it takes the oldest tile whose reads are over, and looks again soon where none are. Those that compute
+leave some slots to the others, and no pass waits behind one whose record another is busy with.
 Where the CPU computes, one thread does both: what is read lies where it is used, the cores are the same, and
 on two of them steps took 2 to 11 % longer with a second thread.
 """
@@ -35,16 +36,16 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from infinity.errors import EngineFailedError
 from infinity.lane.base import Pass
 from infinity.lane.counts import LaneTimes
+from infinity.lane.tile import LaneTile, is_sooner
 from infinity.lane.worker import LaneWorker
 from infinity.planning.queue import Job, Queue
 from infinity.records.record import Record
 from infinity.storage.failure import Failure
-from infinity.storage.memory import Pool, Slot
+from infinity.storage.memory import Pool
 from infinity.storage.store import Transfer
 from infinity.timeline import Timeline
 
@@ -60,31 +61,11 @@ _LOOKS_S = 0.0005
 """Seconds between looks at what comes from an accelerator, which tells nobody."""
 _READS_S = 0.001
 """Seconds for which the lane waits for one read while others may be over, or an update."""
+_GIVEN_TILES, _GIVEN_NUMEL = 2, 1 << 24
+"""The worker has so many tiles, or more up to so many elements; what waits behind them is put in order."""
 _LEFT_TO_FETCHES = 4
 """One slot in so many is left to passes that do not compute, where there are several."""
 _CLOSE_S = 30.0
-
-
-@dataclass(slots=True, eq=False)
-class _Tile:
-    """One tile under way: the memory it is in, and the transfers that fill or empty it."""
-
-    owner: Pass
-    start: int
-    stop: int
-    slot: Slot | None
-    addresses: dict[str, int]
-    reads: Sequence[str]
-    """Fields read from NVMe."""
-    writes: Sequence[str]
-    """Fields to write to NVMe."""
-    changes: Sequence[str]
-    """Fields that change where they lie."""
-    transfers: list[Transfer]
-    more: Sequence[Transfer] = ()
-    """Those among them that the pass itself has begun."""
-    worked_s: tuple[float, float] = (0.0, 0.0)
-    """When its work began and ended."""
 
 
 class _Changed(threading.Condition):
@@ -126,16 +107,16 @@ class StreamLane:
         self._inline, self._cpus = inline, cpus
         self._timeline = timeline or Timeline()
         self._queue: Queue[Pass] = Queue()
-        self._reading: deque[_Tile] = deque()
-        self._writing: deque[_Tile] = deque()
-        self._begun: list[_Tile] = []
+        self._reading: deque[LaneTile] = deque()
+        self._writing: deque[LaneTile] = deque()
+        self._begun: list[LaneTile] = []
         """Tiles that other threads have begun, to be over some time. Under the lock."""
         self._stopping = self._rests = False
         self._waits_since_s = 0.0
         self._failure = Failure()
-        self._worker: LaneWorker[_Tile] | None = LaneWorker(_compute, cpus) if apart else None
-        self._given = self._held = 0
-        """Tiles that the worker has; slots of tiles of passes that compute."""
+        self._worker: LaneWorker[LaneTile] | None = LaneWorker(LaneTile.compute, cpus) if apart else None
+        self._given = self._given_numel = self._held = 0
+        """Tiles, and their elements, that the worker has; slots of tiles of passes that compute."""
         self._thread = threading.Thread(target=self._run, name="infinity-lane", daemon=True)
         self._thread.start()
 
@@ -183,7 +164,7 @@ class StreamLane:
         """
         with self.lock:
             self.check_open()
-        tiles: list[_Tile] = []
+        tiles: list[LaneTile] = []
         began = time.perf_counter()
         try:
             with self.lock:  # a field moves with it held, when the last pass over its record is over
@@ -194,7 +175,7 @@ class StreamLane:
                 reads, _ = job.reads_and_writes(start, stop)
                 addresses = {name: job.record.host_address(name, start) for name in reads}
                 copies = list(job.process(start, stop, addresses) or ())
-                tiles.append(_Tile(job, start, stop, None, addresses, (), (), (), copies, copies))
+                tiles.append(LaneTile(job, start, stop, None, addresses, (), (), (), copies, copies))
             with self.lock:
                 self.passes[type(job).__name__] += 1
                 job.progress.begin(len(tiles))
@@ -272,6 +253,8 @@ class StreamLane:
         if not job.done:
             job.called_for()
         with self.lock:
+            if self._worker is not None and isinstance(job, Pass):
+                self._queue.promote(job.record)
             while not (job.finished if finished else job.done):
                 self.check_open()
                 self.changed.wait(0.5)
@@ -351,10 +334,11 @@ class StreamLane:
             self._rest(_LOOKS_S if self._writing or self._given else 1.0)
         return True
 
-    def _take_worked(self, worker: LaneWorker[_Tile]) -> None:
+    def _take_worked(self, worker: LaneWorker[LaneTile]) -> None:
         """Begin the writes of what the worker is done with."""
         while (tile := worker.take()) is not None:
             self._given -= 1
+            self._given_numel -= tile.numel
             self._begin_writes(tile)
 
     def _ends_by_itself(self) -> bool:
@@ -403,24 +387,30 @@ class StreamLane:
                 job.progress.admit(self._pool.lacked_s if job.urgent else None)
             self._reading.append(self._begin(job, *tile))
 
-    def _next(self) -> _Tile | None:
+    def _next(self) -> LaneTile | None:
         """Take the oldest tile whose gradients have come, and no older one of whose pass waits for some;
-        beside a worker, whose reads are over as well. Where there is none, wait a little and return None; or
-        the oldest, after _PATIENCE_S.
+        beside a worker, whose reads are over as well, or what the worker is to do next if it has little to
+        do. Where there is none, wait a little and return None; or the oldest, after _PATIENCE_S.
         """
-        waiting: set[Pass] = set()
-        late, reading = None, None
+        seen: set[Pass] = set()
+        late, chosen, reading = None, None, None
         for index, tile in enumerate(self._reading):
-            if tile.owner in waiting:
+            if tile.owner in seen:
                 continue
             under_way = self._under_way(tile)
             if under_way is None and tile.owner.ready:
-                return self._take_from(index)
-            reading = reading or under_way
-            if late is None and (under_way is None or not self._given):
-                late = index
-            waiting.add(tile.owner)
-        if late is not None and self._has_waited():
+                if self._worker is None or not tile.owner.computes:
+                    return self._take_from(index)
+                if chosen is None or is_sooner(tile, self._reading[chosen]):
+                    chosen = index
+            else:
+                reading = reading or under_way
+                if late is None and (under_way is None or not self._given):
+                    late = index
+            seen.add(tile.owner)
+        if chosen is not None and (self._given < _GIVEN_TILES or self._given_numel < _GIVEN_NUMEL):
+            return self._take_from(chosen)
+        if chosen is None and late is not None and self._has_waited():
             return self._take_from(late)
         now = time.perf_counter()
         if reading is not None:
@@ -433,19 +423,19 @@ class StreamLane:
         self.times.spent(idle_s=time.perf_counter() - now)
         return None
 
-    def _take_from(self, index: int) -> _Tile:
+    def _take_from(self, index: int) -> LaneTile:
         tile = self._reading[index]
         del self._reading[index]
         self._waits_since_s = 0.0
         return tile
 
-    def _under_way(self, tile: _Tile) -> Transfer | None:
+    def _under_way(self, tile: LaneTile) -> Transfer | None:
         """Return a read of a tile that the lane's thread need not wait for, since there is a worker."""
         if self._worker is None:
             return None
         return next((one for one in tile.transfers if not one.done), None)
 
-    def _begin(self, job: Pass, start: int, stop: int) -> _Tile:
+    def _begin(self, job: Pass, start: int, stop: int) -> LaneTile:
         """Find memory for the fields of a tile, and begin to read those on NVMe."""
         record = job.record
         reads, writes = job.reads_and_writes(start, stop)
@@ -475,7 +465,7 @@ class StreamLane:
             for name in reads
         ]
         changes = [name for name in writes if name not in stored]
-        return _Tile(job, start, stop, slot, addresses, reads, stored, changes, transfers)
+        return LaneTile(job, start, stop, slot, addresses, reads, stored, changes, transfers)
 
     @staticmethod
     def _address(job: Pass, name: str, start: int) -> int | None:
@@ -485,7 +475,7 @@ class StreamLane:
         address = job.record.address(name, start)
         return job.own_address(name, start) if address is None else address
 
-    def _work(self, tile: _Tile) -> None:
+    def _work(self, tile: LaneTile) -> None:
         """Wait for a tile's reads, and have its work done."""
         began = time.perf_counter()
         for transfer in tile.transfers:
@@ -494,33 +484,25 @@ class StreamLane:
         self._note(tile, "read", tile.reads)
         if self._worker is not None and tile.owner.computes:
             self._given += 1
+            self._given_numel += tile.numel
             self._worker.give(tile)
             return
-        _compute(tile)
+        tile.compute()
         self._begin_writes(tile)
 
-    def _begin_writes(self, tile: _Tile) -> None:
+    def _begin_writes(self, tile: LaneTile) -> None:
         """Begin the writes of a tile that was worked on."""
-        record, job = tile.owner.record, tile.owner
-        owner, last = (tile.slot, job.own_memory), tile.writes[-1] if tile.writes else None
-        tile.transfers = []
+        job = tile.owner
         self._writing.append(tile)  # first: what has begun is waited for, even if the next cannot begin
-        for name in tile.writes:
-            more, address = name is not last, tile.addresses[name]
-            tile.transfers.append(job.write(name, tile.start, tile.stop, address, owner, more=more))
-        tile.transfers += tile.more
-        for name in tile.changes:
-            job.note_written(name, tile.start, tile.stop)
-        if job.progress.at_last_tile:
-            tile.transfers += job.settle()
+        tile.begin_writes()
         began, ended = tile.worked_s
         self.times.spent(work_s=ended - began)
-        self._timeline.span("work", f"{type(job).__name__} {record.name}", began, ended)
+        self._timeline.span("work", f"{type(job).__name__} {job.record.name}", began, ended)
         with self.lock:
             if job.progress.worked_on(ended):
                 self._processed(job)
 
-    def _note(self, tile: _Tile, lane: str, names: Sequence[str]) -> None:
+    def _note(self, tile: LaneTile, lane: str, names: Sequence[str]) -> None:
         """Put a tile's transfers, now over, into the timeline."""
         if not self._timeline.recording:
             return
@@ -531,7 +513,7 @@ class StreamLane:
             if ended_s is not None:
                 self._timeline.span(lane, f"{record.name}.{name}", transfer.began_s, ended_s, nbytes)
 
-    def _note_more(self, tile: _Tile) -> None:
+    def _note_more(self, tile: LaneTile) -> None:
         """Put what the pass itself has moved into the timeline."""
         job = tile.owner
         for transfer in tile.more if self._timeline.recording else ():
@@ -545,7 +527,7 @@ class StreamLane:
             started = time.perf_counter()
             self._end(self._writing.popleft())
             self.times.spent(write_wait_s=time.perf_counter() - started)
-        under_way: deque[_Tile] = deque()
+        under_way: deque[LaneTile] = deque()
         for tile in self._writing:
             if all(transfer.done for transfer in tile.transfers):
                 self._end(tile)
@@ -553,7 +535,7 @@ class StreamLane:
                 under_way.append(tile)
         self._writing = under_way
 
-    def _end(self, tile: _Tile) -> None:
+    def _end(self, tile: LaneTile) -> None:
         for transfer in tile.transfers:
             transfer.wait()
         self._note(tile, "write", tile.writes)
@@ -588,10 +570,3 @@ class StreamLane:
                     transfer.wait()
                 except Exception as error:  # noqa: BLE001
                     logger.debug("after the lane stopped: %s", error)
-
-
-def _compute(tile: _Tile) -> None:
-    """Do the work on a tile whose reads are over."""
-    began = time.perf_counter()
-    more = tile.owner.work(tile.start, tile.stop, tile.addresses, tile.reads, tile.writes)
-    tile.more, tile.worked_s = more or (), (began, time.perf_counter())

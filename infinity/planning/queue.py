@@ -174,6 +174,11 @@ class QueuedPass(Job, ABC, Generic[_RecordT]):
         """Whether its work takes so long, or waits for so much, that fetches are not to wait for it."""
         return False
 
+    @property
+    def deferrable(self) -> bool:
+        """Whether it is needed the later, the older it is: see `is_sooner` in lane/tile.py."""
+        return False
+
     def take_over(self) -> None:
         """Take the pending work that the pass was made for, when it is queued or run. Idempotent."""
 
@@ -242,10 +247,12 @@ class Queue(Generic[_PassT]):
         return True
 
     def promote(self, record: Hashable) -> None:
-        """Move the passes of `record` to the front, keeping their order."""
-        first = [job for job in self.of_record.get(record, ()) if job in self.waiting]
-        for job in first:
+        """Move the passes of `record` to the front, keeping their order; all of them are urgent now."""
+        jobs = self.of_record.get(record, ())
+        for job in jobs:
             job.set_urgent(urgent=True)
+        first = [job for job in jobs if job in self.waiting]
+        for job in first:
             job.progress.asked()
             self.waiting.remove(job)
         self.waiting.extendleft(reversed(first))

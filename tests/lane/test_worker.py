@@ -128,6 +128,75 @@ def test_what_was_read_first_is_worked_on_first(two, seed, monkeypatch):
     two.drain()
 
 
+class Ordered(Logged):
+    """An update, or a fetch with one, of a record in host memory: it has no slot."""
+
+    computes = True
+
+    def __init__(self, name, log, gate=None, *, deferrable=True):
+        super().__init__(record_on(HostStore(Ledger(1 << 24)), 10), name, log, gate)
+        self.admitted, self._deferrable = threading.Event(), deferrable
+
+    @property
+    def deferrable(self):
+        return self._deferrable
+
+    def reads_and_writes(self, start, stop):
+        self.admitted.set()
+        return (), ()
+
+
+@pytest.fixture
+def orders(two, gate, monkeypatch):
+    """Submits passes while the worker is busy, calls for one, and returns their order."""
+    monkeypatch.setattr(lanes, "_GIVEN_TILES", 1)
+    monkeypatch.setattr(lanes, "_GIVEN_NUMEL", 1)
+
+    def order(*names, waits_for=None):
+        log, waiting = [], None
+        busy = Ordered("busy", log, gate)
+        two.submit(busy)
+        assert busy.begun.wait(10)
+        jobs = {name: Ordered(name, log, deferrable=name.startswith("update")) for name in names}
+        for job in jobs.values():
+            two.submit(job)
+            assert job.admitted.wait(10)
+        if waits_for is not None:
+            waiting = threading.Thread(target=two.wait, args=[jobs[waits_for]])
+            waiting.start()
+            while not jobs[waits_for].urgent:
+                waiting.join(0.001)
+        gate.set()
+        two.drain()
+        if waiting is not None:
+            waiting.join()
+        assert log.pop(0) == "busy"
+        return log
+
+    return order
+
+
+def test_of_the_updates_in_a_backward_the_newest_comes_first(orders):
+    assert orders("update 3", "update 2", "update 1") == ["update 1", "update 2", "update 3"]
+
+
+def test_what_is_needed_in_its_order_comes_before_updates_and_in_that_order(orders):
+    assert orders("update 2", "fetch 5", "update 1", "fetch 6") == [
+        "fetch 5",
+        "fetch 6",
+        "update 1",
+        "update 2",
+    ]
+
+
+def test_an_update_that_a_thread_waits_for_comes_first(orders):
+    assert orders("update 3", "fetch 5", "update 2", waits_for="update 3") == [
+        "update 3",
+        "fetch 5",
+        "update 2",
+    ]
+
+
 class Broken(Computing):
     def process(self, start, stop, at):
         raise ArithmeticError("no such number")

@@ -1,0 +1,72 @@
+"""One tile under way through the lane, and which of several the thread that computes is to work on next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infinity.lane.base import Pass
+from infinity.storage.memory import Slot
+from infinity.storage.store import Transfer
+
+
+@dataclass(slots=True, eq=False)
+class LaneTile:
+    """The memory that a tile is in, and the transfers that fill or empty it."""
+
+    owner: Pass
+    start: int
+    stop: int
+    slot: Slot | None
+    addresses: dict[str, int]
+    reads: Sequence[str]
+    """Fields read from NVMe."""
+    writes: Sequence[str]
+    """Fields to write to NVMe."""
+    changes: Sequence[str]
+    """Fields that change where they lie."""
+    transfers: list[Transfer]
+    more: Sequence[Transfer] = ()
+    """Those among them that the pass itself has begun."""
+    worked_s: tuple[float, float] = (0.0, 0.0)
+    """When its work began and ended."""
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.stop - self.start
+
+    def compute(self) -> None:
+        """Do its work, when its reads are over."""
+        began = time.perf_counter()
+        more = self.owner.work(self.start, self.stop, self.addresses, self.reads, self.writes)
+        self.more, self.worked_s = more or (), (began, time.perf_counter())
+
+    def begin_writes(self) -> None:
+        """Begin to write what was worked on; `transfers` are those that have begun, whatever fails."""
+        job, transfers = self.owner, list[Transfer]()
+        self.transfers = transfers
+        owner, last = (self.slot, job.own_memory), self.writes[-1] if self.writes else None
+        for name in self.writes:
+            more, address = name is not last, self.addresses[name]
+            transfers.append(job.write(name, self.start, self.stop, address, owner, more=more))
+        transfers += self.more
+        for name in self.changes:
+            job.note_written(name, self.start, self.stop)
+        if job.progress.at_last_tile:
+            transfers += job.settle()
+
+
+def is_sooner(tile: LaneTile, other: LaneTile) -> bool:
+    """Whether `tile`, behind `other` in the lane, is worked on before it; each is the first of its pass.
+
+    First come passes that another thread waits for, then those that are not `deferrable`, in their order. Of
+    the deferrable ones, updates in the backward, the newest comes first: the layer whose backward came last
+    is the first that the next forward needs (earliest deadline first, Liu and Layland 1973).
+    """
+    if tile.owner.urgent != other.owner.urgent:
+        return tile.owner.urgent
+    if tile.owner.deferrable != other.owner.deferrable:
+        return other.owner.deferrable
+    return tile.owner.deferrable and not tile.owner.urgent
