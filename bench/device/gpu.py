@@ -35,6 +35,7 @@ from infinity.cli.presets import recompute_blocks
 from infinity.device.device import AcceleratorDevice, Device, open_device
 from infinity.engine.engine import engine_of_model
 from infinity.storage.memory import Arena, Ledger
+from infinity.timeline import write_chrome_trace
 
 STEPS = 6
 TILE_NUMEL = 1 << 22
@@ -216,15 +217,15 @@ def settings_of(name: str, sizes: Mapping[str, int], folder: str) -> dict[str, A
     return {"nvme": None, "host_memory": 18 * total + (2 << 30), "device_memory": device}
 
 
-def build(name: str, sizes: Mapping[str, int], folder: str) -> tuple[Any, Any]:
-    """Return a Llama and its optimizer."""
+def build(name: str, sizes: Mapping[str, int], folder: str, units: str = "module") -> tuple[Any, Any]:
+    """Return a Llama and its optimizer. units: as Config's."""
     config = transformers.LlamaConfig(**dict[str, Any](sizes))
     if name == PLAIN:
         with repeated_weights():
             model: Any = reference.prepare(transformers.LlamaForCausalLM(config))
         model.cuda()
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    with infinity.Init(device="cuda", **settings_of(name, sizes, folder)), repeated_weights():
+    with infinity.Init(device="cuda", units=units, **settings_of(name, sizes, folder)), repeated_weights():
         model = transformers.LlamaForCausalLM(config)
     model.to(device="cuda")  # moves the buffers; parameters become resident when they are used
     return model, infinity.AdamW(model.parameters(), lr=1e-4, update="backward")
@@ -253,13 +254,20 @@ def repeated_weights(numel: int = 1 << 20) -> Iterator[None]:
 
 
 def measure(
-    name: str, sizes: Mapping[str, int], tokens: int, folder: str, trace: Path | None = None
+    name: str,
+    sizes: Mapping[str, int],
+    tokens: int,
+    folder: str,
+    trace: Path | None = None,
+    units: str = "module",
 ) -> TrainingResult:
-    """Train, and free everything. trace: a folder for the trace of a step."""
+    """Train, and free everything. trace: a folder for the trace of a step, and for the engine's timeline of
+    those before. units: as Config's.
+    """
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    model, optimizer = build(name, sizes, folder)
+    model, optimizer = build(name, sizes, folder, units)
     model.train()
     recompute_blocks(model)
     engine = None if name == PLAIN else engine_of_model(model)
@@ -271,6 +279,8 @@ def measure(
     seconds, made, moved = [], 0, 0
 
     def step() -> None:
+        if engine:
+            engine.timeline.mark_step(time.perf_counter())
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
@@ -280,8 +290,13 @@ def measure(
     for number in range(STEPS):
         if number == SETTLING and memory:
             made, moved = memory.made, _on_nvme(model)
+        if number == SETTLING and engine and trace:
+            engine.timeline.start()
         seconds.append(timed(step))
     peak, nvme_nbytes, buffers = torch.cuda.max_memory_allocated(), 0.0, 0
+    if engine and trace:
+        engine.timeline.stop()
+        write_chrome_trace(engine.timeline, trace / f"{name.replace(' ', '-')}-timeline.json")
     if memory:  # before the profile, which takes a step more
         nvme_nbytes, buffers = (_on_nvme(model) - moved) / (STEPS - SETTLING), memory.made - made
     result = TrainingResult(
@@ -333,6 +348,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     names = (PLAIN, *CASES)
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE", help=str(names))
+    parser.add_argument("--units", choices=("module", "block"), default="module", help="as Config's")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device is visible")
@@ -352,7 +368,8 @@ def main() -> None:
         facts = {**here(), **machine(Path(folder))}
         for name in arguments.only:
             with console.status(name):
-                results[name] = measure(name, sizes, arguments.tokens, folder, arguments.trace)
+                place, units = arguments.trace, arguments.units
+                results[name] = measure(name, sizes, arguments.tokens, folder, place, units)
             table.add_row(name, *figures(results[name], speeds))
     console.print(table)
     if arguments.out:
@@ -362,6 +379,7 @@ def main() -> None:
                 "model": arguments.model,
                 "tokens": arguments.tokens,
                 "layers": sizes["num_hidden_layers"],
+                "units": arguments.units,
                 "steps": STEPS,
             },
             "link_bytes_per_s": speeds,

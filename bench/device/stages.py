@@ -41,6 +41,7 @@ _TESTS = (
     "tests/records/test_tensor_steps.py",
     "tests/units/test_fused_updates.py",
 )
+_CASES = (*_TESTS[:-3], "tests/device/test_gpu_cases.py")
 _PROBE = ("-m", "infinity.bench.device.probes")
 _STEPS = ("-m", "infinity.bench.device.gpu", "--model", "8b", "--layers")
 _PLAIN = "plain PyTorch"
@@ -83,6 +84,7 @@ STAGES = (
     ),
     GpuStage("exactness", _tests("equals_training or copied_no_more"), 120),
     GpuStage("memory", _tests("steady_state or budget or take_no_device or unpins"), 60),
+    GpuStage("cases", _CASES, 120),
     GpuStage("host waits", _tests("host_waits or beside_the_kernels"), 60),
     GpuStage("steps", (*_STEPS, "8", "--tokens", "8192", "--only", *_IN_MEMORY), 180),
     GpuStage("NVMe", (*_STEPS, "2", "--tokens", "8192", "--only", _PLAIN, "on NVMe"), 120),

@@ -149,14 +149,14 @@ CASES |= {
 }
 
 
-def _ready(model, checkpoint):
+def ready(model, checkpoint):
     if checkpoint is None:
         return model.train()
     models.checkpointed(model, checkpoint == "reentrant")
     return model
 
 
-def _interrupt(model, place):
+def interrupt(model, place):
     """Let a backward end in the middle, by an exception of a hook."""
 
     def refuse(grad):
@@ -179,7 +179,7 @@ def _interrupt(model, place):
         parameter.grad = None
 
 
-def _backward(case, model, number, place):
+def backward(case, model, number, place):
     ids = models.batch(number, length=case.length).to(place)
     if case.evaluated:
         with torch.no_grad():
@@ -194,8 +194,8 @@ def train(case, model, optimizer, place):
     losses = []
     for step in range(case.steps):
         if case.interrupted and step == 1:
-            _interrupt(model, place)
-        losses += [_backward(case, model, 100 * step + micro, place) for micro in range(case.accumulate)]
+            interrupt(model, place)
+        losses += [backward(case, model, 100 * step + micro, place) for micro in range(case.accumulate)]
         if case.clip is not None and isinstance(optimizer, ReferenceAdamW):
             reference_clip(optimizer, case.clip)
         elif case.clip is not None:
@@ -208,23 +208,23 @@ def train(case, model, optimizer, place):
 def expected(case):
     """Return the losses and the weights of the recipe in memory."""
     torch.manual_seed(0)
-    model = _ready(prepare(models.MODELS[case.model](), torch.bfloat16), case.checkpoint)
+    model = ready(prepare(models.MODELS[case.model](), torch.bfloat16), case.checkpoint)
     optimizer = ReferenceAdamW([one for one in model.parameters() if one.requires_grad], **SETTINGS)
     return train(case, model, optimizer, "cpu"), model.state_dict()
 
 
-def opened(case, folder, device_memory):
-    settings = {"offload_activations": case.offload} if case.offload else {}
+def opened(case, folder, device_memory, place="sim", **settings):
+    settings |= {"offload_activations": case.offload} if case.offload else {}
     torch.manual_seed(0)
-    with Init(nvme=folder, host_memory=case.memory, device="sim", device_memory=device_memory, **settings):
+    with Init(nvme=folder, host_memory=case.memory, device=place, device_memory=device_memory, **settings):
         return models.MODELS[case.model]()
 
 
-def least(case):
+def least(case, place="sim"):
     """Return the smallest device_memory that works, as the error for a smaller one names it."""
     try:
         with tempfile.TemporaryDirectory(prefix="infinity-", dir=disk()) as folder:
-            opened(case, folder, 1024)
+            opened(case, folder, 1024, place)
     except DeviceMemoryError as error:
         return int(re.search(r"needs (\d+) bytes", str(error))[1])
     raise AssertionError("1 KiB of device_memory was not refused")
@@ -239,7 +239,7 @@ def found(case, simulator, plain_pass):
     with tempfile.TemporaryDirectory(prefix="infinity-", dir=disk()) as folder:
         model = opened(case, folder, device_memory)
         model.to("sim")
-        _ready(model, case.checkpoint)
+        ready(model, case.checkpoint)
         trained = [one for one in model.parameters() if one.requires_grad]
         optimizer = AdamW(trained, update=case.update, **SETTINGS)
         room = engine_of_model(model).device.room
@@ -259,8 +259,8 @@ def found(case, simulator, plain_pass):
 def plain(case: Case, simulator: Simulator) -> tuple[int, list[int]]:
     """Return what a first backward takes on the device in plain PyTorch, see plain_uses."""
     torch.manual_seed(0)
-    model = _ready(prepare(models.MODELS[case.model](), torch.bfloat16), case.checkpoint)
-    return plain_uses(model, lambda model: _backward(case, model, 0, "sim"), simulator)
+    model = ready(prepare(models.MODELS[case.model](), torch.bfloat16), case.checkpoint)
+    return plain_uses(model, lambda model: backward(case, model, 0, "sim"), simulator)
 
 
 def run(case: Case, simulator: Simulator) -> dict[str, object]:
