@@ -5,8 +5,8 @@ transformers asks a quantizer, by the method that a checkpoint names, what to do
 Init, quantizers name other conversions: a weight whose codes and scales are bytes of mapped files is
 *offered* to the construction, which notes where they are, and answers by a tensor without values to put in
 the model.
-- fp8 and MXFP4: where the model is to compute in 16 bits, as always on a CPU, transformers converts each
-  weight while it is loaded; what is not taken is converted as ever.
+- fp8 and MXFP4: where the model is to compute in 16 bits, transformers converts each weight while it is
+  loaded, by default on a CPU alone, here always; what is not taken is converted as ever.
 - bitsandbytes: transformers puts layers of its own in the model, which widen their weights when they compute.
   Here the layers stay as they are, and bitsandbytes need not be there. What is not taken is widened by our
   kernels, to the same bits.
@@ -129,8 +129,7 @@ def _others(method: str, quantizer: Any, offer: Offer) -> dict[str, Any]:
         operations: dict[str, Any] = before(self)
         return {**operations, "dequantize": operation} if "dequantize" in operations else operations
 
-    others = {_OPERATIONS: get_load_operations}
-    return {**others, **_dequantizing(quantizer)} if method == "compressed-tensors" else others
+    return {_OPERATIONS: get_load_operations, **_dequantizing(quantizer)}
 
 
 def _fp8(offer: Offer) -> Any:
@@ -231,13 +230,15 @@ def check_order(said: Any) -> None:
 
 
 def _dequantizing(quantizer: Any) -> dict[str, Any]:
-    """Return what makes a quantizer of compressed-tensors convert weights while they are loaded."""
+    """Return what makes a quantizer convert weights while they are loaded, also where a GPU is."""
     before = quantizer.validate_environment
 
     def validate_environment(self: Any, *args: Any, **kwargs: Any) -> None:
-        check_order(self.quantization_config)
-        self.quantization_config.dequantize = True
-        self.quantization_config.use_optimized_inference = False
+        if self.pre_quantized:
+            check_order(self.quantization_config)
+            self.quantization_config.dequantize = True
+            if hasattr(self.quantization_config, "use_optimized_inference"):
+                self.quantization_config.use_optimized_inference = False
         before(self, *args, **kwargs)
 
     return {"validate_environment": validate_environment}

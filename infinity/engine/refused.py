@@ -39,10 +39,8 @@ def refuse_packed(module: nn.Module, name: str, parameter: nn.Parameter) -> None
     if parameter.dtype in _PACKED:
         raise UnsupportedError(
             f"{type(module).__name__}.{name} is {parameter.dtype} without values: packed weights of a "
-            "quantised model, in a layout that is not read in place. fp8 with block scales and MXFP4 "
-            "are, where transformers converts them (FineGrainedFP8Config(dequantize=True), "
-            "Mxfp4Config(dequantize=True), the default on a CPU), nf4, fp4 and int8 of bitsandbytes, and "
-            "compressed-tensors'. "
+            "quantised model, in a layout that is not read in place. Those of checkpoints in fp8 with block "
+            "scales, MXFP4, nf4, fp4 and int8 of bitsandbytes, and compressed-tensors are. "
             "Others: let transformers convert them (dequantize=True), or load a checkpoint in 16 bits."
         )
 

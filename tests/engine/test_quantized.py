@@ -59,6 +59,18 @@ def test_fp8_weights_are_read_packed_and_have_the_bits_of_transformers(folder, p
     assert infinity.stats(ours).written_nbytes == {}
 
 
+def test_fp8_weights_are_read_packed_where_transformers_sees_a_gpu_that_computes_in_fp8(
+    folder, path, monkeypatch
+):
+    plain = plain_of(path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    ours = loaded(path, folder, device="cpu")
+    monkeypatch.undo()
+    assert all(unit.record.in_files is not None for unit in engine_of_model(ours).units)
+    assert torch.equal(logits(ours), logits(plain))
+
+
 @pytest.mark.parametrize("host_memory", ["128KiB", "1MiB", "64MiB"])
 def test_any_budget_gives_the_same_values(folder, path, host_memory):
     plain, ours = plain_of(path), loaded(path, folder, host_memory)
