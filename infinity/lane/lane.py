@@ -385,7 +385,7 @@ class StreamLane:
                     self._processed(job)
                     continue
                 job.progress.admit(self._pool.lacked_s if job.urgent else None)
-            self._reading.append(self._begin(job, *tile))
+            self._begin(job, *tile)
 
     def _next(self) -> LaneTile | None:
         """Take the oldest tile whose gradients have come, and no older one of whose pass waits for some;
@@ -435,7 +435,7 @@ class StreamLane:
             return None
         return next((one for one in tile.transfers if not one.done), None)
 
-    def _begin(self, job: Pass, start: int, stop: int) -> LaneTile:
+    def _begin(self, job: Pass, start: int, stop: int) -> None:
         """Find memory for the fields of a tile, and begin to read those on NVMe."""
         record = job.record
         reads, writes = job.reads_and_writes(start, stop)
@@ -458,14 +458,10 @@ class StreamLane:
                 addresses[name] = free
                 free += record.tile_nbytes(name, stop - start)
             window = free, slot.address + slot.nbytes - free
-        owner = (slot, job.own_memory)
-        last = reads[-1] if reads else None
-        transfers = [
-            job.read(name, start, stop, addresses[name], owner, more=name is not last, window=window)
-            for name in reads
-        ]
         changes = [name for name in writes if name not in stored]
-        return LaneTile(job, start, stop, slot, addresses, reads, stored, changes, transfers)
+        tile = LaneTile(job, start, stop, slot, addresses, reads, stored, changes)
+        self._reading.append(tile)  # first: what has begun is waited for, even if the next cannot begin
+        tile.begin_reads(window)
 
     @staticmethod
     def _address(job: Pass, name: str, start: int) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from infinity.lane.base import Pass
 from infinity.storage.memory import Slot
@@ -26,7 +26,7 @@ class LaneTile:
     """Fields to write to NVMe."""
     changes: Sequence[str]
     """Fields that change where they lie."""
-    transfers: list[Transfer]
+    transfers: list[Transfer] = field(default_factory=list)
     more: Sequence[Transfer] = ()
     """Those among them that the pass itself has begun."""
     worked_s: tuple[float, float] = (0.0, 0.0)
@@ -36,6 +36,18 @@ class LaneTile:
     def numel(self) -> int:
         """Elements."""
         return self.stop - self.start
+
+    def begin_reads(self, window: tuple[int, int]) -> None:
+        """Begin to read from NVMe; `transfers` are those that have begun, whatever fails. window: see
+        Request.
+        """
+        job = self.owner
+        owner, last = (self.slot, job.own_memory), self.reads[-1] if self.reads else None
+        for name in self.reads:
+            more, address = name is not last, self.addresses[name]
+            self.transfers.append(
+                job.read(name, self.start, self.stop, address, owner, more=more, window=window)
+            )
 
     def compute(self) -> None:
         """Do its work, when its reads are over."""

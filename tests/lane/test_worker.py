@@ -250,8 +250,18 @@ class Waited(Gated):
         self.gate.set()
 
 
-def test_a_write_that_has_begun_is_waited_for_where_the_next_cannot_begin(two, seed):
-    refused = Refused(seed, Waited())
+class RefusedRead(Refused):
+    """An update whose second read cannot begin."""
+
+    def reads_and_writes(self, start, stop):
+        return ("hi", "lo"), ()
+
+    read = Refused.write
+
+
+@pytest.mark.parametrize("kind", [Refused, RefusedRead])
+def test_a_transfer_that_has_begun_is_waited_for_where_the_next_cannot_begin(two, seed, kind):
+    refused = kind(seed, Waited())
     two.submit(refused)
     with pytest.raises(OSError, match="no more requests"):
         two.wait(refused)
