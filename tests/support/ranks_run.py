@@ -89,10 +89,7 @@ def mean_over_ranks(grad, group=None):
 
 
 def sum_of(rows):
-    total = rows[0].float()
-    for row in rows[1:]:
-        total += row.float()
-    return total
+    return sum(rows[1:], rows[0].float())
 
 
 def build_reference(name, seed=0, group=None, computes="bf16"):
