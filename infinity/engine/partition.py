@@ -46,7 +46,7 @@ class Partition:
         self._expert_ranks = expert_ranks
 
         def opened(name: str, of: Ranks) -> CollectiveLane:
-            return CollectiveLane(name, of.channel(foresees=of is ranks), lane, device, timeline)
+            return CollectiveLane(name, of.channel(foresees=of is ranks, hops=True), lane, device, timeline)
 
         self._gathers, self._reduces = opened("gather", ranks), opened("reduce", ranks)
         self._gathers_of_experts, self._reduces_of_experts = self._gathers, self._reduces
@@ -158,6 +158,9 @@ class Partition:
         moved = {kind: counted[kind] for kind in ("gather", "reduce", "read", "orthogonalize")}
         if self._expert_ranks is not None:
             moved["tokens"] = self._expert_ranks.nbytes
+        crossed = [one.crossed_nbytes for one in self._lanes if one.crossed_nbytes is not None]
+        if crossed:
+            moved["between machines"] = sum(crossed)
         return moved
 
     @property

@@ -97,6 +97,11 @@ class CollectiveLane:
         self._thread = threading.Thread(target=self._run, name=f"infinity-{name}", daemon=True)
         self._thread.start()
 
+    @property
+    def crossed_nbytes(self) -> int | None:
+        """Bytes that this rank has sent to other machines; None where nothing goes in two hops."""
+        return None if self._channel.hops is None else self._channel.crossed_nbytes
+
     def submit(self, job: Collective) -> None:
         """Queue a collective. Every rank does so, in the same order."""
         with self._lane.lock:
@@ -269,7 +274,12 @@ class Gathering(Collective):
                 self._device.assembled(flat)
             return
         beside, self._beside = self._beside, None
-        lease = beside.lease_anyway(sum(flat.nbytes + part.nbytes for flat, part in taken))
+        lease = beside.lease_anyway(
+            sum(
+                flat.nbytes + part.nbytes + part.itemsize * channel.gather_beside_numel(part.numel())
+                for flat, part in taken
+            )
+        )
         for dtype in dict.fromkeys(flat.dtype for flat, _ in taken):
             of_type = [pair for pair in taken if pair[0].dtype == dtype]
             _gather_together(of_type, channel, self.what, beside.buffers.take)
@@ -294,7 +304,8 @@ def _gather_together(
     starts = [sum(numels[:number]) for number in range(len(numels))]
     for (_, part), start in zip(pairs, starts, strict=True):
         kernels.copy(part.nbytes, sent.data_ptr() + width * start, part.data_ptr())
-    channel.gather(rows, sent, what)
+    numel = channel.gather_beside_numel(sent.numel())
+    channel.gather(rows, sent, what, allocate(numel, dtype) if numel else None)
     for (flat, part), start in zip(pairs, starts, strict=True):
         for rank in range(channel.ranks.size):
             came = rows.data_ptr() + width * (rank * sum(numels) + start)
@@ -352,8 +363,9 @@ class Reducing(Collective):
 
     The ranks exchange what they have in its own type, and each sums what it gets in fp32, in the order of
     ranks, divides once, and rounds once: so the bits depend on the number of ranks alone, not on the library
-    or the network. The gradient of an expert that some ranks have is a sum over the tokens of all: these
-    ranks add theirs up, and divide by the number of all ranks, as of everything else.
+    or the network. On several machines that happens within each first: see [Note: two hops] in group.py. The
+    gradient of an expert that some ranks have is a sum over the tokens of all: these ranks add theirs up, and
+    divide by the number of all ranks, as of everything else.
     """
 
     kind = "reduce"
@@ -386,16 +398,33 @@ class Reducing(Collective):
         """All-to-all, and the sum."""
         if self._sent is not None and self._sent.numel():
             self._device.arrived(self._sent)
-            received = self._allocate(self._sent.numel(), self._sent.dtype)
-            channel.exchange(received, self._sent, self.what)
+            rows, start = self._exchanged(channel, self._sent), 0
             self._device.leaving(self._sent)
             self._sent = None
-            rows, start = received.view(channel.ranks.size, -1), 0
             for mean in self._means:
                 _mean_of_ranks(rows[:, start : start + mean.numel()], mean, self._count)
                 start += mean.numel()
         self._sent, self._means = None, ()
         self._lease.end()
+
+    def _exchanged(self, channel: Channel, sent: torch.Tensor) -> torch.Tensor:
+        """Return rows of this rank's share, to be added up: of each rank, or the sums of each machine."""
+        if channel.hops is None:
+            received = self._allocate(sent.numel(), sent.dtype)
+            channel.exchange(received, sent, self.what)
+            return received.view(channel.ranks.size, -1)
+        grid = channel.hops.grid
+        numel = sent.numel() // grid.size
+        sums = self._allocate(grid.machines * numel, sent.dtype)
+        came = self._allocate(grid.ranks * numel, sent.dtype)
+        parts = zip(sums.view(grid.machines, -1), sent.view(grid.machines, -1), strict=True)
+        for total, part in parts:
+            channel.exchange_in_hop(came, part, self.what, between_machines=False)
+            _mean_of_ranks(came.view(grid.ranks, -1), total, 1)
+        del came  # both buffers of the second hop take no more than the one of a single hop
+        received = self._allocate(sums.numel(), sums.dtype)
+        channel.exchange_in_hop(received, sums, self.what, between_machines=True)
+        return received.view(grid.machines, -1)
 
 
 def _mean_of_ranks(rows: torch.Tensor, mean: torch.Tensor, ranks: int) -> None:

@@ -64,7 +64,7 @@ class GatherBuckets:
     def alone(self, unit: Unit, job: Job, gathers: CollectiveLane) -> Job:
         """Assemble a unit by itself."""
         one = Assembly(unit, job, self._lane, self._called_for)
-        gathers.submit(self._gathering([one]))
+        gathers.submit(self._gathering([one], gathers))
         return one
 
     def _most_nbytes(self) -> int:
@@ -88,10 +88,11 @@ class GatherBuckets:
         assemblies, self._open = self._open, []
         self._grown = min(2 * self._grown, _FIRST)
         if self._gathers is not None:
-            self._gathers.submit(self._gathering(assemblies))
+            self._gathers.submit(self._gathering(assemblies, self._gathers))
 
-    def _gathering(self, assemblies: list[Assembly]) -> Gathering:
-        beside = self._outgoing_share if len(assemblies) > 1 and self._device.is_host else None
+    def _gathering(self, assemblies: list[Assembly], gathers: CollectiveLane) -> Gathering:
+        takes_memory = self._device.is_host and (len(assemblies) > 1 or gathers.crossed_nbytes is not None)
+        beside = self._outgoing_share if takes_memory else None
         for one in assemblies:
             one.queued()
         return Gathering(assemblies, self._lane, self._device, beside)

@@ -14,6 +14,13 @@ count that each process keeps for itself: after one row of a mesh has built two 
 the ranks of a column would wait for each other under different names. With our names disjoint groups may
 build any number of engines at the same time, and only its members have to know of a group.
 
+[Note: two hops]
+A link between machines is slower than what ranks of one machine share. So where each of several machines has
+several ranks, and they are neighbours, gradients are summed within each machine first, and the sums then
+between the ranks of one number on all machines; weights go between those first, and then within each machine.
+Each byte crosses between two machines once, and not once for each rank there. The sums of machines travel in
+the gradients' own type: the bits depend on the number of ranks and of machines alone.
+
 [Note: missing ranks]
 A rank whose wait exceeds the timeout, or that loses a connection, posts its reason in the store through which
 the processes met, and reads the reasons of the others there; a rank that posts nothing within a few seconds
@@ -26,7 +33,6 @@ import contextlib
 import logging
 import os
 import re
-import socket
 import threading
 import time
 import warnings
@@ -44,6 +50,7 @@ import xxhash
 from infinity.config.settings import ACCELERATORS
 from infinity.errors import ConfigError, RanksError
 from infinity.ranks.groups import all_gather, meet, new_group, store
+from infinity.ranks.machines import Hops, grid_of, this_machine
 from infinity.ranks.waiting import LONG, Waiting, brief
 
 if TYPE_CHECKING:
@@ -80,11 +87,13 @@ class Channel:
         *,
         tells: bool = True,
         foresees: bool = False,
+        hops: bool = False,
     ) -> None:
         """Connect the ranks under `name`, for data over `backend`. All ranks call this.
 
         tells: whether long waits are logged; see waiting. foresees: whether it is used by what repeats; see
         agreed. Over NCCL all is agreed on: its wait for a rank that does not come neither ends nor names it.
+        hops: whether data goes in two hops where the ranks are a grid; see [Note: two hops].
         """
         self.ranks = ranks
         self._timeout_s = timeout_s
@@ -95,6 +104,12 @@ class Channel:
             self._host = self._control = new_group(f"{name} gloo", ranks, "gloo", timeout_s)
         elif foresees:
             self._control = new_group(f"{name} agreement", ranks, "gloo", timeout_s)
+        self.hops: Hops | None = None
+        if hops and ranks.grid is not None:
+            self.hops = Hops(ranks.grid, ranks, name, backend, timeout_s)
+        self._hops_on_host = backend == "gloo"
+        self.crossed_nbytes = 0
+        """Bytes that this rank has sent to other machines in two hops."""
         self._sequence = 0
         self._tells = tells
         self._said = f"{name} asks at"
@@ -172,9 +187,26 @@ class Channel:
         whole: list[list[Any]] = rows.view(self.ranks.size, -1).tolist()
         return whole
 
-    def gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> None:
-        """Fill `whole` with every rank's `part`, in the order of ranks; `part` may be a view of `whole`."""
-        self._do(what, self._over(whole), partial(all_gather, whole, part))
+    def gather(
+        self, whole: torch.Tensor, part: torch.Tensor, what: str, beside: torch.Tensor | None = None
+    ) -> None:
+        """Fill `whole` with every rank's `part`, in the order of ranks; `part` may be a view of `whole`.
+        beside: memory for a part of each machine, with which it goes in two hops where there are `hops`.
+        """
+        if self.hops is None or beside is None:
+            self._do(what, self._over(whole), partial(all_gather, whole, part))
+            return
+        grid = self.hops.grid
+        self._do(what, self.hops.between, partial(all_gather, beside, part))
+        self.crossed_nbytes += (grid.machines - 1) * part.nbytes
+        for there, one in zip(whole.view(grid.machines, -1), beside.view(grid.machines, -1), strict=True):
+            self._do(what, self.hops.within, partial(all_gather, there, one))
+
+    def gather_beside_numel(self, numel: int) -> int:
+        """Return the elements of memory that `gather` takes beside the whole, of parts of `numel`, to go in
+        two hops; 0 where there are none.
+        """
+        return self.hops.grid.machines * numel if self.hops is not None and self._hops_on_host else 0
 
     def spread(self, values: torch.Tensor, root: int, what: str) -> None:
         """Fill `values`, of the same size on every rank, with those of rank `root`."""
@@ -196,8 +228,22 @@ class Channel:
         """
         self._do(what, self._data, partial(dist.all_to_all_single, received, sent, *(rows or ())))
 
+    def exchange_in_hop(
+        self, received: torch.Tensor, sent: torch.Tensor, what: str, *, between_machines: bool
+    ) -> None:
+        """Exchange equal parts within this machine, or with the ranks of this one's number on the others."""
+        if self.hops is None:
+            raise AssertionError(f"{what}: expected ranks on several machines, got {self.ranks.grid}")
+        group = self.hops.between if between_machines else self.hops.within
+        self._do(what, group, partial(dist.all_to_all_single, received, sent))
+        if between_machines:
+            machines = self.hops.grid.machines
+            self.crossed_nbytes += sent.nbytes // machines * (machines - 1)
+
     def _do(self, what: str, group: Any, collective: Callable[..., Any]) -> None:
-        on_host = (group is self._host or group is self._control) and self._tells
+        hop = self.hops is not None and group in (self.hops.within, self.hops.between)
+        on_host = self._hops_on_host if hop else group is self._host or group is self._control
+        on_host &= self._tells
         listen = self._listen if group is not self._control else None
         began = time.perf_counter()
         try:
@@ -214,7 +260,8 @@ class Channel:
     def close(self) -> None:
         """Close the connections."""
         with contextlib.suppress(Exception):  # the world may be gone
-            for group in {id(one): one for one in (self._data, self._host, self._control)}.values():
+            hops = (self.hops.within, self.hops.between) if self.hops is not None else ()
+            for group in {id(one): one for one in (self._data, self._host, self._control, *hops)}.values():
                 dist.destroy_process_group(group)
 
 
@@ -225,6 +272,8 @@ class OwnChannel(Channel):
         """Connect nothing."""
         self.ranks = ranks
         self.foresees = False
+        self.hops = None
+        self.crossed_nbytes = 0
 
     def agree(self, what: str) -> None:
         """There is nobody to agree with."""
@@ -233,7 +282,7 @@ class OwnChannel(Channel):
         """Return this rank's numbers."""
         return [mine.tolist()]
 
-    def gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> None:
+    def gather(self, whole: torch.Tensor, part: torch.Tensor, what: str, beside: Any = None) -> None:
         """Fill `whole` with `part`, which may be the same."""
         if whole.data_ptr() != part.data_ptr():
             whole.copy_(part)
@@ -278,15 +327,20 @@ class Ranks:
             _engines[group] += 1
             self._await_all()
             self._control = self.channel()
-        near = self._neighbours()
+        machines = [row[0] for row in self.of_all([this_machine()], "meeting")]
+        near = [one for one, machine in enumerate(machines) if machine == machines[rank]]
         self.local_rank, self.local_size = near.index(rank), len(near)  # on this machine
+        self.grid = grid_of(machines)
+        """How they lie on several machines; see [Note: two hops]."""
 
-    def channel(self, *, tells: bool = True, foresees: bool = False) -> Channel:
-        """Open another channel. All ranks do so, in the same order. tells, foresees: see Channel."""
+    def channel(self, *, tells: bool = True, foresees: bool = False, hops: bool = False) -> Channel:
+        """Open another channel. All ranks do so, in the same order. tells, foresees, hops: see Channel."""
         if self.size == 1:
             return OwnChannel(self)
         name = f"{self._key} channel {len(self._channels)}"
-        channel = Channel(self, name, self._backend, self._timeout_s, tells=tells, foresees=foresees)
+        channel = Channel(
+            self, name, self._backend, self._timeout_s, tells=tells, foresees=foresees, hops=hops
+        )
         self._channels.append(channel)
         return channel
 
@@ -298,7 +352,7 @@ class Ranks:
 
     def share_machine(self, others: Ranks) -> None:
         """Count the ranks of other engines, one of each in `others`, among those of this machine."""
-        here = _machine()
+        here = this_machine()
         rows = others.of_all([here, self.local_size], "meeting")
         near = [(rank, size) for rank, (machine, size) in enumerate(rows) if machine == here]
         self.local_rank += sum(size for rank, size in near if rank < others.rank)
@@ -322,13 +376,6 @@ class Ranks:
             "ranks of a group have to build in it, and those of several groups in the same order; "
             "Config(timeout_s=...) sets how long a rank waits."
         )
-
-    def _neighbours(self) -> list[int]:
-        if self._control is None:
-            return [self.rank]
-        here = _machine()
-        rows = self._control.integers([here], "meeting")
-        return [rank for rank, row in enumerate(rows) if row == [here]]
 
     # For the thread that computes
 
@@ -491,11 +538,6 @@ def _from_the_difference(texts: list[str]) -> list[str]:
     said = ["; ".join(one[same:]) or "nothing more" for one in parts]
     begin = f"{texts[0].split(' ')[0]} {same} others, then " if same else ""
     return [begin + brief(one) for one in said]
-
-
-def _machine() -> int:
-    """Return a number of 63 bits that stands for this machine."""
-    return xxhash.xxh3_64_intdigest(socket.gethostname().encode()) >> 1
 
 
 def _in_one_line(error: Exception) -> str:

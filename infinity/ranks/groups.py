@@ -13,9 +13,17 @@ import torch.distributed as dist
 class Members(Protocol):
     """Ranks of the world that form a group, and the index of this process among them."""
 
-    size: int
-    rank: int
-    members: list[int]
+    @property
+    def size(self) -> int:
+        """How many they are."""
+
+    @property
+    def rank(self) -> int:
+        """The index."""
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks of the world."""
 
 
 def new_group(name: str, ranks: Members, backend: str, timeout_s: float) -> Any:

@@ -20,6 +20,8 @@ FETCHED = Job(types.SimpleNamespace(wait=lambda _: None), done=True)
 class Lane:
     """Waits for a job as the lane does, and lets the collectives run."""
 
+    crossed_nbytes = None
+
     def __init__(self):
         self.queued = []
 
@@ -39,7 +41,10 @@ class Lane:
 class Channel:
     ranks = types.SimpleNamespace(size=2)
 
-    def gather(self, whole, part, _what):
+    def gather_beside_numel(self, _numel):
+        return 0
+
+    def gather(self, whole, part, _what, _beside=None):
         whole.view(2, -1).copy_(torch.stack([part, part + 1]))
 
 

@@ -41,7 +41,7 @@ class Lane:
     def wait(self, job):
         for one in self.queued:
             if not one.done:
-                one.run(types.SimpleNamespace(ranks=types.SimpleNamespace(size=2), exchange=exchange))
+                one.run(CHANNEL)
                 one.end()
         assert job.done
 
@@ -49,6 +49,9 @@ class Lane:
 def exchange(received, sent, _what):
     own = sent.view(2, -1)[0]
     received.view(2, -1).copy_(torch.stack([own, 2 * own]))
+
+
+CHANNEL = types.SimpleNamespace(ranks=types.SimpleNamespace(size=2), exchange=exchange, hops=None)
 
 
 class Means:

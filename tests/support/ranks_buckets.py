@@ -56,6 +56,26 @@ def counted():
     return {"buckets": buckets, "one by one": one_by_one, "same": same}
 
 
+def hops():
+    """Return how the ranks lie on machines, and the bytes that this one sends to others in steps."""
+    model, optimizer = twelve_layers()
+    for number in range(2):
+        step(model, optimizer, number)
+    ranks, end_s = engine_of_model(model).ranks, time.monotonic() + 20
+    while True:  # the next step's first units are counted when they are queued, and sent a little later
+        moved = infinity.stats(model).exchanged_nbytes
+        expected = (moved["gather"] + moved["reduce"]) * (ranks.grid.machines - 1) // ranks.size
+        if moved["between machines"] == expected or time.monotonic() > end_s:
+            break
+        time.sleep(0.01)
+    return {
+        "grid": [ranks.grid.machines, ranks.grid.ranks],
+        "local_size": ranks.local_size,
+        "between": moved["between machines"],
+        "by formula": expected,
+    }
+
+
 def layers(number=4, width=64, **settings):
     """Return some layers, of which a forward may leave any out, and their optimizer."""
     with infinity.Init(host_memory="64MiB", **settings):
@@ -136,6 +156,7 @@ def killed(after=3):
 
 
 BUCKETS = {
+    "hops": hops,
     "counted": counted,
     "leaving": leaving,
     "leaving behind": leaving_behind,

@@ -32,6 +32,7 @@ import sweep
 from children import ended
 from infinity.cli.presets import PRESETS, Preset, llama
 from infinity.engine.engine import engine_of_model
+from infinity.ranks.machines import LOCAL_SIZE
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import recipe as reference
 from ranks_buckets import BUCKETS
@@ -82,10 +83,13 @@ models.MODELS.update(  # wide enough that every rank holds a part of most units,
 def mean_over_ranks(grad, group=None):
     rows = [torch.empty_like(grad) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, grad.contiguous(), group=group)
-    total = rows[0].float()
-    for row in rows[1:]:
-        total += row.float()
-    return (total / len(rows)).to(grad.dtype)
+    near = int(os.environ.get(LOCAL_SIZE, len(rows)))
+    of_machines = [sum_of(rows[first : first + near]).to(grad.dtype) for first in range(0, len(rows), near)]
+    return (sum_of(of_machines if len(of_machines) > 1 else rows) / len(rows)).to(grad.dtype)
+
+
+def sum_of(rows):
+    return sum(rows[1:], rows[0].float())
 
 
 def build_reference(name, seed=0, group=None, computes="bf16"):
