@@ -245,6 +245,8 @@ class Channel:
         on_host = self._hops_on_host if hop else group is self._host or group is self._control
         on_host &= self._tells
         listen = self._listen if group is not self._control else None
+        if hop and on_host:
+            listen = partial(self._look_for_failures, listen)
         began = time.perf_counter()
         try:
             with warnings.catch_warnings():
@@ -256,6 +258,16 @@ class Channel:
             raise
         except RuntimeError as error:
             raise self.ranks.broken(what, time.perf_counter() - began, self._timeout_s, error) from error
+
+    def _look_for_failures(self, listen: Callable[[], None] | None) -> None:
+        """A rank of one hop's group does not see that one of another is gone.
+
+        Raises: RuntimeError where a rank has posted a failure.
+        """
+        if listen is not None:
+            listen()
+        if self.ranks.have_failed():
+            raise RuntimeError("another rank has failed")
 
     def close(self) -> None:
         """Close the connections."""
@@ -476,6 +488,13 @@ class Ranks:
             if self.size > 1 and not self._posted:
                 self._posted = True
                 store().set(f"{self._key}/{self.rank}", why[:2000] or "it failed")
+                store().set(f"{self._key} failed", "")
+
+    def have_failed(self) -> bool:
+        """Whether any rank has posted a failure."""
+        with contextlib.suppress(Exception):  # the store may have died with its process
+            return bool(store().check([f"{self._key} failed"]))
+        return False
 
     def broken(self, what: str, waited_s: float, timeout_s: float, error: Exception) -> RanksError:
         """Return the error for a collective that failed after `waited_s`."""
