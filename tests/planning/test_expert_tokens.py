@@ -4,6 +4,7 @@ tests/engine/test_expert_ranks.py holds the formula against what ranks have sent
 """
 
 import argparse
+import functools
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ NBYTES = 3 * 32 * 2 * 2048 * 2 * 4096 * 2
 """Passes with recomputation, layers, experts of a token, tokens, there and back, hidden size, in bf16."""
 
 
+@functools.cache
 def planned(size, link=1e9, *, checkpointing=True):
     outline, _ = in_slices(outline_of(MODEL), 8 * 2048, size)
     method = Method(2048, 2048, checkpointing=checkpointing)
