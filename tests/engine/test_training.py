@@ -79,9 +79,7 @@ def test_accumulated_gradients_are_summed_in_fp32(folder, name, memory):
 
 @pytest.mark.parametrize(*matrix(together=1, accumulate=[1, 2], memory=["64MiB", "128KiB"]))
 def test_torchs_own_clipping_is_right_on_offloaded_gradients(folder, memory, accumulate):
-    compare(
-        "llama", SETTINGS, {"nvme": folder, "host_memory": memory}, accumulate=accumulate, clip=0.5
-    )
+    compare("llama", SETTINGS, {"nvme": folder, "host_memory": memory}, accumulate=accumulate, clip=0.5)
 
 
 def test_without_an_nvme_tier_the_bits_are_the_same():
