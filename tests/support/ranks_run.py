@@ -75,7 +75,7 @@ models.MODELS.update(  # wide enough that every rank holds a part of most units,
         ),
         "experts": lambda: transformers.MixtralForCausalLM(  # the ranks' tokens go to some of them
             transformers.MixtralConfig(
-                **{**WIDE, "num_hidden_layers": 1}, num_local_experts=24, num_experts_per_tok=1
+                **{**WIDE, "num_hidden_layers": 1}, num_local_experts=32, num_experts_per_tok=1
             )
         ),
     }
