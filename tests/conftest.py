@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -84,6 +84,16 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("infinity" if everything else "by default")
     if config.getoption("--write-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported is looked at once, when all of it is there."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def freeze() -> None:

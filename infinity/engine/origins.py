@@ -12,6 +12,7 @@ has to be trusted that happened before; and nothing is read for it but the files
 from __future__ import annotations
 
 import bisect
+import functools
 import os
 from array import array
 from pathlib import Path
@@ -39,8 +40,20 @@ class _Mapping(NamedTuple):
 
     def goes_on_in(self, other: _Mapping) -> bool:
         """Whether `other` is the next part of the same mapping, which the kernel lists by itself."""
-        there = self.stop, self.offset + self.stop - self.start, self.inode, self.path
-        return there == (other.start, other.offset, other.inode, other.path)
+        if self.stop != other.start:
+            return False
+        there = self.offset + self.stop - self.start, self.inode, self.path
+        return there == (other.offset, other.inode, other.path)
+
+
+@functools.lru_cache(maxsize=1 << 13)  # the libraries' lines are the same at every look
+def _mapping_of(line: str) -> _Mapping | None:
+    """Return what a line of /proc/self/maps shows; None for memory of no file, and for code."""
+    addresses, access, offset, _device, inode, *path = line.split(maxsplit=5)
+    if not path or not path[0].startswith("/") or "x" in access:
+        return None
+    start, stop = (int(address, 16) for address in addresses.split("-"))
+    return _Mapping(start, stop, int(offset, 16), int(inode), path[0])
 
 
 class _Tensors:
@@ -85,11 +98,9 @@ class Origins:
         """Look anew at what is mapped; `of` answers for this moment."""
         self._mappings = []
         for line in Path("/proc/self/maps").read_text().splitlines():
-            addresses, access, offset, _device, inode, *path = line.split(maxsplit=5)
-            if not path or not path[0].startswith("/") or "x" in access:
+            new = _mapping_of(line)
+            if new is None:
                 continue
-            start, stop = (int(address, 16) for address in addresses.split("-"))
-            new = _Mapping(start, stop, int(offset, 16), int(inode), path[0])
             if self._mappings and self._mappings[-1].goes_on_in(new):
                 last = self._mappings.pop()
                 new = new._replace(start=last.start, offset=last.offset)

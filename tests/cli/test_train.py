@@ -93,7 +93,9 @@ def test_three_steps_leave_three_lines_a_picture_and_a_table(folder, capsys, mon
         pytest.param({}, id="update in the backward", marks=pytest.mark.slow),
         pytest.param({"max_norm": 0.5}, id="clipped", marks=pytest.mark.slow),
         pytest.param({"max_norm": 0.5, "accumulate": 2, "batch": 2}, id="clipped and accumulated"),
-        pytest.param({"checkpointing": False, "update": "forward"}, id="not checkpointed"),
+        pytest.param(
+            {"checkpointing": False, "update": "forward"}, id="not checkpointed", marks=pytest.mark.slow
+        ),
         pytest.param(
             {"accumulate": 3, "batch": 2, "update": "backward"}, id="accumulated, update in the backward"
         ),

@@ -83,7 +83,7 @@ def test_experts_train_one_by_one_with_the_bits_of_the_recipe(folder, name, how,
     optimizer = AdamW(ours.parameters(), **SETTINGS, update=update)
     long = 24  # tokens: some experts get more than torch sorts in their order
     assert train(ours, optimizer, 1, length=long) == train(plain, reference, 1, length=long)
-    assert train(ours, optimizer, 3, first=1) == train(plain, reference, 3, first=1)
+    assert train(ours, optimizer, 2, first=1) == train(plain, reference, 2, first=1)
     assert len(slices_of(ours)) >= 12
     models.assert_same_state(ours, optimizer, plain, reference)
 

@@ -19,7 +19,7 @@ pytestmark = [
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 
 
-def compare(name, optimizer, init, *, steps=5, checkpoint=None, update="forward", accumulate=1, clip=None):
+def compare(name, optimizer, init, *, steps=3, checkpoint=None, update="forward", accumulate=1, clip=None):
     ways = {"checkpoint": checkpoint, "update": update, "accumulate": accumulate, "clip": clip}
     return models.compare(name, optimizer, init, steps=steps, scheduled=True, **ways)[0]
 
@@ -37,7 +37,6 @@ def test_steps_with_clipping_decay_and_schedule_equal_training_in_memory(folder,
         {**SETTINGS, "max_norm": 0.5},
         {"nvme": folder, "host_memory": memory},
         checkpoint=checkpoint,
-        steps=5,
     )
 
 
@@ -67,7 +66,7 @@ def test_every_io_engine_gives_the_same_bits(folder, name, aio):
     )
 )
 def test_updating_in_the_backward_gives_the_same_bits(folder, name, checkpoint, memory):
-    ways = {"steps": 5, "checkpoint": checkpoint, "update": "backward"}
+    ways = {"checkpoint": checkpoint, "update": "backward"}
     compare(name, SETTINGS, {"nvme": folder, "host_memory": memory}, **ways)
 
 
@@ -80,9 +79,7 @@ def test_accumulated_gradients_are_summed_in_fp32(folder, name, memory):
 
 @pytest.mark.parametrize(*matrix(together=1, accumulate=[1, 2], memory=["64MiB", "128KiB"]))
 def test_torchs_own_clipping_is_right_on_offloaded_gradients(folder, memory, accumulate):
-    compare(
-        "llama", SETTINGS, {"nvme": folder, "host_memory": memory}, steps=5, accumulate=accumulate, clip=0.5
-    )
+    compare("llama", SETTINGS, {"nvme": folder, "host_memory": memory}, accumulate=accumulate, clip=0.5)
 
 
 def test_without_an_nvme_tier_the_bits_are_the_same():
@@ -96,7 +93,7 @@ def test_dropout_is_the_same_when_it_is_recomputed(folder):
     losses = []
     for model, optimizer, schedule in (ours, plain):
         torch.manual_seed(7)
-        losses.append(models.train(model, optimizer, 5, schedule=schedule))
+        losses.append(models.train(model, optimizer, 3, schedule=schedule))
     assert losses[0] == losses[1]
     models.assert_same_state(ours[0], ours[1], plain[0], plain[1])
 

@@ -71,9 +71,12 @@ def test_memory_is_asked_for_on_a_device_that_is_named() -> None:
     wrong = []
     for path in (ROOT / "infinity").glob("**/*.py"):
         for node in ast.walk(ast.parse(path.read_text())) if "reference" not in path.parts else ():
-            makes = isinstance(node, ast.Call) and ast.unparse(node.func) in {
-                f"torch.{one}" for one in makers
-            }
+            makes = (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in makers
+                and ast.unparse(node.func.value) == "torch"
+            )
             if makes and not {"device", None} & {one.arg for one in node.keywords}:
                 wrong.append(f"{name(path)}:{node.lineno}")
     assert wrong == []

@@ -8,6 +8,7 @@ engine's device, or "order: NAME without it" for the same without the order that
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import logging
 import os
@@ -98,6 +99,8 @@ def environments(name):
 def main():
     simulator.build()
     warm_up()
+    gc.collect()
+    gc.freeze()  # else each case's collections walk all that is imported
     for name in sys.argv[1:]:
         children = [Child(work(name, environment), LIMIT_S) for environment in environments(name)]
         left = children

@@ -99,6 +99,7 @@ def test_the_text_of_a_deepspeed_file_is_understood_or_refused(tmp_path_factory,
 FIELDS = [name for name, field in Config.__dataclass_fields__.items() if field.init]
 
 
+@pytest.mark.filterwarnings("ignore:wipe=True will be removed:DeprecationWarning")
 @given(
     st.dictionaries(
         st.sampled_from(FIELDS), ANYTHING | st.just("every 2 steps") | st.just("1GiB"), max_size=4

@@ -10,6 +10,7 @@ from torch import nn
 
 import infinity
 import models
+from covers import matrix
 from infinity.lane.base import Pass
 from infinity.planning.queue import Queue
 from infinity.reference import prepare
@@ -56,30 +57,28 @@ def interrupt(monkeypatch, owner, name, *, after):
     return moment
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "after"),
-    [
-        (Pass, "__init__", True),  # a pass is made, and not yet queued
-        (Queue, "add", False),
-        (Queue, "add", True),  # in the queue, its updates not yet its own
-        (Changes, "found", False),  # a forward ends
-        (Unit, "attach", False),
-        (unit_module, "_set_data", False),  # a parameter is attached, or released
-        (unit_module, "_set_data", True),
-    ],
-    ids=lambda one: getattr(one, "__name__", str(one)),
-)
-@pytest.mark.parametrize("nth", [1, 2, 5])
-def test_a_step_can_be_repeated_after_an_interrupt_of_its_forward(
-    folder, monkeypatch, owner, name, after, nth
-):
+MOMENTS = {
+    "a pass is made, and not yet queued": (Pass, "__init__", True),
+    "it is about to be queued": (Queue, "add", False),
+    "it is in the queue, its updates not yet its own": (Queue, "add", True),
+    "a forward ends": (Changes, "found", False),
+    "a unit is about to be attached": (Unit, "attach", False),
+    "a parameter is about to be attached or released": (unit_module, "_set_data", False),
+    "it has been": (unit_module, "_set_data", True),
+}
+"""What is called at each: its owner, its name, and whether the interrupt comes after it."""
+
+
+@pytest.mark.parametrize(*matrix(together=1, moment=MOMENTS, nth=[1, 2, 5]))
+def test_a_step_can_be_repeated_after_an_interrupt_of_its_forward(folder, monkeypatch, moment, nth):
+    owner, name, after = moment
     fields = {"nvme": str(folder), "host_memory": "1MiB"}
     *ours, _ = models.offloaded("gpt2", {"lr": 1e-2}, fields)
     expected, *plain = models.trained_in_memory("gpt2", (("lr", 1e-2),), steps=5)
     assert models.train(*ours, 2) == expected[:2]
-    moment = interrupt(monkeypatch, owner, name, after=after)
+    armed = interrupt(monkeypatch, owner, name, after=after)
     ids = models.batch(200)
-    moment.armed = nth
+    armed.armed = nth
     with pytest.raises(KeyboardInterrupt):
         ours[0](input_ids=ids, labels=ids)
     assert models.train(*ours, 3, first=2) == expected[2:]

@@ -89,6 +89,7 @@ class Program:
 
     def _work(self, variables):
         def work(_say):
+            gc.freeze()  # what is imported is not looked at again
             for fd, path in enumerate(self._printed, 1):
                 with path.open("w") as file:
                     os.dup2(file.fileno(), fd)

@@ -47,7 +47,7 @@ class Chooser(nn.Module):
         super().__init__()
         self.checkpointed = checkpointed
         self.embed, self.head = nn.Embedding(64, WIDTH), nn.Linear(WIDTH, 64)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
 
     def forward(self, ids):
         x = self.embed(ids)

@@ -74,7 +74,9 @@ models.MODELS.update(  # wide enough that every rank holds a part of most units,
             transformers.MixtralConfig(**WIDE, num_local_experts=4, num_experts_per_tok=2)
         ),
         "experts": lambda: transformers.MixtralForCausalLM(  # the ranks' tokens go to some of them
-            transformers.MixtralConfig(**WIDE, num_local_experts=24, num_experts_per_tok=1)
+            transformers.MixtralConfig(
+                **{**WIDE, "num_hidden_layers": 1}, num_local_experts=32, num_experts_per_tok=1
+            )
         ),
     }
 )
@@ -545,7 +547,7 @@ CASES = {
     "sweep": lambda: {"wrong": sweep.sweep(every_nth=36)},
     "whole sweep": lambda: {"wrong": sweep.sweep()},
     "traffic": traffic,
-    "nvme traffic": lambda: nvme_traffic(Preset(layers=3, hidden=256, intermediate=688, heads=4), 2),
+    "nvme traffic": lambda: nvme_traffic(Preset(layers=2, hidden=256, intermediate=688, heads=4), 2),
     "nvme traffic of 25m": lambda: nvme_traffic(PRESETS["25m"], 16),
     "memory": memory,
     "node": node,
