@@ -170,7 +170,7 @@ def _train(
             console.print(said, markup=False, highlight=False, soft_wrap=True)
             begun = _done(model)
         budget = None if run.before is None else run.before.budget_nbytes
-        with closing(Progress(settings.steps, budget, meter.baseline_nbytes)) as progress:
+        with closing(Progress(settings.steps, budget, meter.baseline_nbytes, begun)) as progress:
             for step in steps(settings, task, model, optimizer, meter, recording):
                 run.steps.append(step)
                 with errors_named(folder / LOG):
