@@ -72,7 +72,7 @@ def _faster(question: Question) -> Iterator[tuple[str, Question]]:
     for state_dtype in ("bf16", "int8"):
         if setting.dtype == "bf16" and setting.state_dtype not in (state_dtype, "int8"):
             yield f"--state-dtype {state_dtype}", question.changed(state_dtype=state_dtype)
-    twice = 2 * setting.host_nbytes
+    twice = _rounded(2 * setting.host_nbytes)
     yield f"--host-memory {_option(twice)}", question.changed(host_nbytes=twice)
     for times in (2, 4):
         more = method.tokens * times
@@ -147,14 +147,19 @@ def _smaller_budgets(one: Planned, question: Question) -> list[Idea]:
     short, found = _lacks(one, HOST_MEMORY), []
     left = question.setting.host_nbytes - short
     if short and left > 0:
-        unit = next((unit for unit in (1 << 30, 1 << 20) if left >= 4 * unit), 1 << 10)
-        found.append(left // unit * unit)
+        found.append(_rounded(left))
     if one.demand is None:
         found.append(one.least_host_nbytes)
     return [
         Idea(f"--host-memory {_option(nbytes)}", answer(question.changed(host_nbytes=nbytes)))
         for nbytes in found
     ]
+
+
+def _rounded(nbytes: int) -> int:
+    """Return a size in whole GiB, MiB or KiB, of which there are at least four, rounded down."""
+    unit = next((unit for unit in (1 << 30, 1 << 20) if nbytes >= 4 * unit), 1 << 10)
+    return nbytes // unit * unit
 
 
 def _option(nbytes: int) -> str:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from infinity.bench.findings import Column, Findings, asked
 from infinity.bench.planning.advice import ideas, told
 from infinity.bench.planning.longest import longest_sequence
-from infinity.bench.planning.planned import Planned
+from infinity.bench.planning.machine import missing_host_memory, source_of_host_memory
+from infinity.bench.planning.planned import Planned, flops
 from infinity.planning.gpus import GPUS
 from infinity.planning.layout import RecordSchema
 from infinity.planning.lookups import row_blocks
@@ -132,7 +133,13 @@ def single(pairs: Pairs, options: argparse.Namespace) -> Findings:
             for number, (what, text) in enumerate(lines)
         ],
         columns=[Column("what", "what"), Column("shown", "planned")],
-        verdicts=[_verdict(one), *_unmeasured(one), *_missing(one, options), *_advised(one, advice)],
+        verdicts=[
+            _verdict(one),
+            *filter(None, (missing_host_memory(options),)),
+            *_unmeasured(one),
+            *_missing(one, options),
+            *_advised(one, advice),
+        ],
         options=asked(options),
     )
 
@@ -155,6 +162,7 @@ def _assumed(one: Planned, options: argparse.Namespace) -> list[tuple[str, str]]
     if setting.micro_batches > 1:
         batch += f", {setting.micro_batches} times in a step"
     types = f"{setting.dtype}, moments in {setting.state_dtype}, updates in the {setting.update}"
+    budget = f"{format_size(setting.host_nbytes)} of each machine, for all its ranks"
     by_budget = method.activation_nbytes is not None
     ways = [
         f"within {format_size(method.activation_nbytes or 0)}" if by_budget else "",
@@ -168,12 +176,17 @@ def _assumed(one: Planned, options: argparse.Namespace) -> list[tuple[str, str]]
         ("micro-batch", batch),
         ("types", types),
         ("activations", ", ".join(filter(None, ways))),
-        ("host_memory", f"{format_size(setting.host_nbytes)} of each machine, for all its ranks"),
+        ("host_memory", ", ".join(filter(None, (budget, source_of_host_memory(options))))),
     ]
     if setting.device_nbytes is not None and one.fits:
         lines.append(("device_memory", _device_memory(one, setting.device_nbytes)))
     if setting.device_nbytes is not None and rates is not None:
         lines.append(("each GPU", _gpu(one, options)))
+    if setting.device_nbytes is None and one.question.seconds:
+        lines.append(("computing of each rank", _computing(one, options)))
+    if rates is not None:
+        source = "given" if options.update_rate else "measured here"
+        lines.append(("the CPU's updates", f"{short_count(rates.update)} parameters a second ({source})"))
     if setting.nvme and rates is not None:
         disk, source = rates.disk, "given" if options.nvme_read else "measured here"
         shown = [rate * setting.local_ranks for rate in (disk.read, disk.write, disk.mixed)]
@@ -222,7 +235,16 @@ def _gpu(one: Planned, options: argparse.Namespace) -> str:
     computing = f"{options.compute:,.0f} TFLOPS reached, " if options.compute else ""
     link = one.question.rates.up if one.question.rates is not None else 0.0
     source = "" if options.gpu_link else " (as copies in memory here: give --gpu-link)"
-    return f"{name}{computing}{link / 1e9:.0f} GB/s to it, and as much from it{source}"
+    return f"{name}{computing}{format_size(link)}/s to it, and as much from it{source}"
+
+
+def _computing(one: Planned, options: argparse.Namespace) -> str:
+    """Say how fast a rank without a GPU is taken to compute."""
+    method, seconds = one.setting.method, one.question.seconds or math.inf
+    done = flops(one.outline, method.tokens, method.sequence, one.setting.micro_batches)
+    given = options.compute or options.compute_seconds
+    reached = _scaled(done / seconds, ((1e12, "TFLOPS"), (1e9, "GFLOPS"), (1e6, "MFLOPS")))
+    return f"{reached} reached ({'given' if given else 'measured here'})"
 
 
 def _busy(one: Planned) -> str:
@@ -281,7 +303,9 @@ def _of_activations(one: Planned) -> list[tuple[str, str]]:
 def _longest(one: Planned, tokens: int | None) -> str:
     if tokens is None and one.uncounted:
         return "not known: activations are not counted"
-    return "not known: give --machine-memory, or --gpu-memory" if tokens is None else f"{tokens:,} tokens"
+    if tokens is None:
+        return "not known: give --machine-memory, or --gpu-memory"
+    return f"{tokens:,} tokens" if tokens else "none of 1,024 tokens or more"
 
 
 def _in_a_step(found: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -411,6 +435,7 @@ def swept(pairs: Pairs, options: argparse.Namespace) -> Findings:
         columns=columns,
         verdicts=[
             f"{sum(row['fits'] for row in rows)} of {len(rows)} fit",
+            *(filter(None, (missing_host_memory(options),)) if "host-memory" not in names else ()),
             *_missing(pairs[0][1], options),
         ],
         options=asked(options),

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +23,8 @@ from rich.console import Console
 from infinity.bench.arguments import positive, some_size
 from infinity.bench.findings import add_outputs, check_outputs, report
 from infinity.bench.places import check_folder
-from infinity.bench.planning import cores, cuts, outlook
+from infinity.bench.planning import cores, cuts, machine, outlook
 from infinity.bench.planning.planned import Planned, Question, answer, flops
-from infinity.bench.planning.process import process_memory
 from infinity.bench.planning.sketch import outline_of
 from infinity.cli.presets import PRESETS
 from infinity.config.sequence_ranks import check_expert_ranks
@@ -38,7 +36,6 @@ from infinity.planning.outline import Outline
 from infinity.planning.setting import Setting
 from infinity.planning.simulator import Disk, Rates
 from infinity.storage.disk_speed import DiskSpeed, speed_of
-from infinity.storage.memory import lean_malloc
 
 if TYPE_CHECKING:
     from torch import nn
@@ -163,8 +160,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--host-memory",
         type=some_size,
         metavar="SIZE",
-        help="budget of each machine, as Config(host_memory=...): its ranks divide it (half of what is "
-        "available here)",
+        help="budget of each machine, as Config(host_memory=...): its ranks divide it (half of "
+        "--machine-memory; without that, half of what is available on this machine now)",
     )
     add(
         "--device-memory",
@@ -314,7 +311,7 @@ def _planned(options: argparse.Namespace, console: Console) -> Iterator[tuple[di
             key = chosen.model, chosen.tokens
             if key not in seconds:
                 seconds[key] = _seconds(chosen, outline, console)
-            budgets = _host_nbytes(chosen), chosen.device_memory or chosen.gpu_memory
+            budgets = machine.host_nbytes(chosen), chosen.device_memory or chosen.gpu_memory
             tokens = _tokens_of_rank(chosen)[0] * chosen.micro_batches * chosen.ranks
             _check_expert_ranks(chosen)
             outline = cuts.sliced(outline, tokens, console, chosen.expert_parallel)
@@ -323,10 +320,6 @@ def _planned(options: argparse.Namespace, console: Console) -> Iterator[tuple[di
         if len(combinations) > 1 and not console.is_terminal:
             console.print(f"planned {number + 1} of {len(combinations)}", highlight=False)
         yield dict(zip(names, values, strict=True)), one
-
-
-def _host_nbytes(chosen: argparse.Namespace) -> int:
-    return int(chosen.host_memory or _available_nbytes() // 2)
 
 
 def _plan_one(
@@ -347,7 +340,7 @@ def _plan_one(
         activation_nbytes=chosen.activation_memory,
     )
     setting = Setting(
-        host_nbytes=_host_nbytes(chosen),
+        host_nbytes=machine.host_nbytes(chosen),
         nvme=not chosen.no_nvme,
         device_nbytes=chosen.device_memory or chosen.gpu_memory,
         state_dtype=chosen.state_dtype,
@@ -365,35 +358,7 @@ def _plan_one(
     )
     rates = _rates(chosen, disk) if whole_s is not None else None
     fills_gpu = chosen.device_memory is None or chosen.gpu_memory is None
-    return answer(Question(outline, setting, _machine(chosen), whole_s, rates, fills_gpu))
-
-
-def _machine(chosen: argparse.Namespace) -> Capacity:
-    """Return what there is: what was told, and what this machine has, where the plan is for it."""
-    memory, space = chosen.machine_memory, chosen.nvme_space
-    if chosen.nvme is not None and space is None and not chosen.no_nvme:
-        space = shutil.disk_usage(chosen.nvme).free
-    if memory is None and (chosen.nvme is not None or not _elsewhere(chosen)):
-        memory = _total_nbytes()
-    return Capacity(memory, space, chosen.gpu_memory or chosen.device_memory, process_memory(), lean_malloc())
-
-
-def _elsewhere(chosen: argparse.Namespace) -> bool:
-    """Whether the plan is for another machine than this one."""
-    told = (chosen.compute, chosen.compute_seconds, chosen.nvme_read, chosen.gpu_memory, chosen.device_memory)
-    return any(told) or chosen.ranks > 1
-
-
-def _available_nbytes() -> int:
-    from infinity.ranks.machine_memory import available_nbytes
-
-    return available_nbytes()
-
-
-def _total_nbytes() -> int:
-    from infinity.ranks.machine_memory import total_nbytes
-
-    return total_nbytes()[0]
+    return answer(Question(outline, setting, machine.capacity(chosen), whole_s, rates, fills_gpu))
 
 
 # The machine's speed

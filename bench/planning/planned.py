@@ -176,7 +176,8 @@ def answer(question: Question) -> Planned:
 def too_large_layer(planned: Planned) -> str:
     """Say which layer alone is more than a GPU holds, if one is: its weights and their gradient."""
     gpu, width = planned.question.machine.gpu_nbytes, 4 if planned.setting.dtype == "fp32" else 2
-    largest = max(planned.outline.parts, key=lambda part: part.numel)
+    parts = in_blocks_of_rows(planned.outline, planned.setting).parts  # a lookup uses blocks, not the whole
+    largest = max((part for part in parts if not part.idle), key=lambda part: part.numel)
     nbytes = 2 * width * largest.numel
     if gpu is None or planned.setting.device_nbytes is None or nbytes <= gpu:
         return ""

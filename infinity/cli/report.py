@@ -141,14 +141,16 @@ def _finite(value: Any) -> Any:
 class Progress:
     """A progress bar on a terminal; elsewhere about twenty plain lines."""
 
-    def __init__(self, steps: int, budget_nbytes: int | None, baseline_nbytes: int) -> None:
-        """Show 0 of `steps`."""
+    def __init__(self, steps: int, budget_nbytes: int | None, baseline_nbytes: int, done: int = 0) -> None:
+        """Show `done` of `steps`: those that a resumed run made before."""
         tqdm.monitor_interval = 0  # its thread would outlive the run
         self._steps = steps
         self._budget = "" if budget_nbytes is None else f" of {format_size(budget_nbytes)}"
         self._baseline_nbytes = baseline_nbytes
         terminal = sys.stderr.isatty()
-        self._bar: Any = tqdm(total=steps, unit="step", dynamic_ncols=True, leave=True) if terminal else None
+        self._bar: Any = None
+        if terminal:
+            self._bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, leave=True)
 
     def show(self, step: StepReport, bound: Bound | None) -> None:
         """Show a completed step, and the run's bottleneck."""

@@ -82,9 +82,10 @@ def train(settings: TrainSettings, console: Console) -> None:
         raise ConfigError("--plain trains in one process: start without torchrun, or without --plain.")
     recording = Recording(None, None) if rank else Recording(settings.timeline, settings.report)
     with interruptible() as check:
-        task = task_of(settings, rank, ranks)
-        boards = None if rank else Boards(settings)
-        from transformers import LlamaForCausalLM  # noqa: F401 (the memory of its imports is not training's)
+        with contextlib.nullcontext() if rank else _told_before_a_step(console):
+            task = task_of(settings, rank, ranks)
+            boards = None if rank else Boards(settings)
+            from transformers import LlamaForCausalLM  # noqa: F401 (its imports' memory is not training's)
 
         meter = Meter()
         if boards is None:
@@ -139,7 +140,8 @@ def _train(
     check: Callable[[], None],
 ) -> None:
     """Build and train, and report the run, however it ends."""
-    model, optimizer = build(settings, task, folder)
+    with _told_before_a_step(console):
+        model, optimizer = build(settings, task, folder)
     counts = dict.fromkeys((True, False), 0)
     for parameter in model.parameters():
         counts[parameter.requires_grad] += parameter.numel()
@@ -168,7 +170,7 @@ def _train(
             console.print(said, markup=False, highlight=False, soft_wrap=True)
             begun = _done(model)
         budget = None if run.before is None else run.before.budget_nbytes
-        with closing(Progress(settings.steps, budget, meter.baseline_nbytes)) as progress:
+        with closing(Progress(settings.steps, budget, meter.baseline_nbytes, begun)) as progress:
             for step in steps(settings, task, model, optimizer, meter, recording):
                 run.steps.append(step)
                 with errors_named(folder / LOG):
@@ -459,6 +461,16 @@ def _is_complete(settings: TrainSettings, model: nn.Module) -> bool:
             f"{done} of {settings.steps}. Name a new folder."
         )
     return True
+
+
+@contextlib.contextmanager
+def _told_before_a_step(console: Console) -> Iterator[None]:
+    """Say of a signal that came before there was anything to report."""
+    try:
+        yield
+    except Interrupted:
+        console.print("stopped by a signal before a step began", markup=False, highlight=False)
+        raise
 
 
 def _stopped(settings: TrainSettings, run: Run, begun: int) -> str:

@@ -184,3 +184,13 @@ def test_progress_tells_the_process_from_the_share_of_host_memory_that_is_in_use
     progress.show(step, None)
     progress.close()
     assert capsys.readouterr().err.rstrip().endswith("process 40.0 MiB, host_memory 3.0 MiB of 4.0 MiB")
+
+
+def test_the_bar_of_a_resumed_run_begins_where_the_run_is(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress = Progress(4, None, 0, 2)
+    progress.show(offloaded().steps[0], None)
+    progress.close()
+    shown = capsys.readouterr().err
+    assert "| 2/4 [" in shown
+    assert "| 3/4 [" in shown

@@ -304,6 +304,12 @@ def test_an_interrupted_run_says_what_is_done_what_is_not_and_how_it_goes_on(fol
     assert not (folder / "saved").exists()
 
 
+def test_a_signal_while_the_model_is_built_is_told_too(folder, monkeypatch, capsys):
+    monkeypatch.setattr(module, "build", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    assert cli.main(["train", *command(folder, "out")[4:]]) == 128 + signal.SIGINT
+    assert "stopped by a signal before a step began" in capsys.readouterr().out
+
+
 def test_an_interruption_is_no_error_that_except_exception_would_catch():
     assert not issubclass(Interrupted, Exception)
 

@@ -61,6 +61,19 @@ def test_a_plan_of_a_small_model_shows_no_zeros():
     assert " k parameters" in findings.title
 
 
+def test_a_plan_repeats_the_rates_that_it_takes_for_granted_and_whose_they_are():
+    (given, measured) = (
+        {row["what"]: row["shown"] for row in outlook.single([({}, one)], told).rows}
+        for one in [planned()]
+        for told in (options("check", "--compute", "1", "--update-rate", "1"), options("check"))
+    )
+    assert given["computing of each rank"].endswith("FLOPS reached (given)")
+    assert given["the CPU's updates"] == "1.00 G parameters a second (given)"
+    assert measured["computing of each rank"].endswith("FLOPS reached (measured here)")
+    assert measured["the CPU's updates"].endswith("(measured here)")
+    assert "half of what is available now on this machine" in measured["host_memory"]
+
+
 def test_the_table_of_zero_is_that_of_the_paper():
     per_stage = [outlook._gb(model_states(7.5e9, 64, stage)) for stage in STAGES]
     assert per_stage == ["120.0 GB", "31.4 GB", "16.6 GB", "1.9 GB"]

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import nn
 
 from infinity.bench.engine.runs import SHAPES
-from infinity.bench.planning import cores, hindsight, meta, pace, sketch
+from infinity.bench.planning import cores, hindsight, machine, meta, pace, sketch
 from infinity.bench.planning import plan as planning
 from infinity.bench.planning.planned import flops
 from infinity.cli.presets import PRESETS, llama
@@ -132,7 +132,7 @@ def test_python_and_torch_are_counted_where_they_were_measured(tmp_path, monkeyp
     arguments = ("--model", "1m", "--host-memory", "1MiB", "--ranks", "2", "--local-ranks", "2", *RATES)
     _, said = ask("check", *arguments)
     assert "Python and torch are not counted" in said
-    monkeypatch.setattr(planning, "process_memory", lambda: Process(own_nbytes=300, shared_nbytes=100))
+    monkeypatch.setattr(machine, "process_memory", lambda: Process(own_nbytes=300, shared_nbytes=100))
     (row, *_) = facts(tmp_path, "check", *arguments)
     assert row["facts"]["needs"][0]["parts"]["Python and torch"] == 2 * 300 + 100
 
@@ -569,13 +569,13 @@ ON_H200 = ["check", "--model", "1m", "--host-memory", "64MiB", "--gpu", "h200", 
 def test_a_gpu_by_name_brings_its_memory_its_computing_and_its_link():
     code, said = ask(*ON_H200)
     assert code == 0
-    for part in ("H200 SXM: 396 TFLOPS reached, 54 GB/s to it", "each GPU in a step", "it computes"):
+    for part in ("H200 SXM: 396 TFLOPS reached, 50.7 GiB/s to it", "each GPU in a step", "it computes"):
         assert part in said
 
 
 def test_what_is_said_beside_a_gpus_name_counts(tmp_path):
     said = ask(*ON_H200, "--compute", "100", "--gpu-link", "20", "--gpu-memory", "2GiB")[1]
-    assert "100 TFLOPS reached, 20 GB/s to it" in said
+    assert "100 TFLOPS reached, 18.6 GiB/s to it" in said
     (needs,) = (
         need
         for need in facts(tmp_path, *ON_H200, "--gpu-memory", "2GiB")[0]["facts"]["needs"]
@@ -597,4 +597,4 @@ def test_a_slower_link_makes_a_step_that_waits_for_it_longer(tmp_path):
 
 def test_without_a_name_the_link_is_told_to_be_a_guess():
     said = ask("check", "--model", "1m", "--host-memory", "64MiB", "--gpu-memory", "2GiB", *RATES)[1]
-    assert "10 GB/s to it, and as much from it (as copies in memory here: give --gpu-link)" in said
+    assert "9.3 GiB/s to it, and as much from it (as copies in memory here: give --gpu-link)" in said
