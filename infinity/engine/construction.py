@@ -55,6 +55,7 @@ from infinity.records.record import Record
 from infinity.records.weights import compute_dtype
 from infinity.sizes import format_size
 from infinity.storage.packed import FileRange, Packed
+from infinity.tensors import is_distributed, local
 from infinity.tiling import (
     EmbeddingTile,
     ExpertTile,
@@ -70,7 +71,8 @@ from infinity.tiling import (
     stands_in,
 )
 from infinity.tiling.experts import is_stack
-from infinity.units.released import Released, not_resident, placeholder, release, restore, set_owner
+from infinity.units.forms import release, restore
+from infinity.units.released import Guarded, not_resident, placeholder, set_owner
 
 logger = logging.getLogger("infinity")
 
@@ -131,8 +133,9 @@ class Construction:
             asked = self._asked_for(parameter, before)
             self._asked_of_tiles, outer = asked, self._asked_of_tiles
             try:
-                tiled = self._in_slices(module, name, parameter, asked)
-                if tiled is None:
+                whole = is_distributed(parameter)
+                tiled = None if whole else self._in_slices(module, name, parameter, asked)
+                if tiled is None and not whole:
                     tiled = self._in_tiles(module, name, parameter)
             finally:
                 self._asked_of_tiles = outer
@@ -277,7 +280,7 @@ class Construction:
         if parameter.is_meta and not parameter.is_complex():
             self._mapped = self._mapped or Mapped()
             return False  # its values come with the parameter that replaces it
-        check_kept(module, name, parameter)
+        check_kept(module, name, parameter, self._engine.stages.mesh)
         entry = self._entries[id(parameter)] = BuiltParameter(parameter, module, name, asked)
         if self._mapped is not None and self._packed.of(parameter) is None:
             # Where slices are, was looked for when their stack came.
@@ -325,7 +328,7 @@ class Construction:
         lain = {id(entry) for entry, _ in fresh if entry.record is not None and entry.record.in_files}
         self._write([one for one in alive if id(one[0]) not in lain])
         for entry, parameter in alive:
-            release(parameter, placeholder(parameter.shape, entry.dtype, parameter.device))
+            release(parameter, placeholder(local(parameter).shape, entry.dtype, parameter.device))
             self.asked.note(parameter, entry.asked)
             self._real.pop(id(parameter), None)
         if self._mapped is not None:  # of what lies in files nothing was read
@@ -375,7 +378,7 @@ class Construction:
         if len(ranges) == len(found):
             return ranges
         why = next(one for one in found if isinstance(one, str))
-        self._copied[why] += sum(one.nbytes for one in parameters)
+        self._copied[why] += sum(local(one).nbytes for one in parameters)
         return None
 
     def touch(self, parameters: Sequence[nn.Parameter], operation: str, args: Sequence[Any]) -> object:
@@ -386,7 +389,7 @@ class Construction:
 
     def _converted(self, parameter: nn.Parameter) -> None:
         """Called when a parameter, which may be in a record, is asked for in another type."""
-        if isinstance(parameter, Released):
+        if isinstance(parameter, Guarded):
             self.touch([parameter], "data", ())
 
     def _restore(self, parameters: Sequence[nn.Parameter], operation: str, args: Sequence[Any]) -> None:
@@ -395,13 +398,13 @@ class Construction:
             if entry is None or entry.record is None:
                 raise not_resident(parameter, operation)
             asked = self._asked_of(parameter)
-            values = torch.empty(parameter.shape, dtype=entry.dtype, device=parameter.device)
+            values = torch.empty(local(parameter).shape, dtype=entry.dtype, device=parameter.device)
             if self._overflow:
                 values.zero_()
             elif operation not in _OVERWRITES or (args and args[0] is not parameter):
                 field, dtype = entry.field_in(entry.record)
                 read = self._engine.parameters.read_record(entry.record, entry.index, {field: dtype})
-                values.copy_(read[field].view(parameter.shape))
+                values.copy_(read[field].view(values.shape))
             restore(parameter, values)
             entry.note_mapped(is_mapped=False)
             self.asked.note(parameter, asked)
@@ -500,6 +503,8 @@ class Construction:
         config = self._engine.config
         if config.experts == "whole" or config.state_dtype != "fp32" or self._engine.nvme_store is None:
             return False
+        if self._engine.stages.mesh.several:
+            return False  # ranks beside this one may have other shares of the budget, and would cut otherwise
         numel = sum(
             one.numel() for _, module in named for one in module._parameters.values() if one is not None
         )

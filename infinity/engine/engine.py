@@ -55,6 +55,7 @@ from infinity.storage.packed import FileRange, Packed
 from infinity.storage.paths import of_rank
 from infinity.storage.store import Future, HostStore, Store
 from infinity.storage.stripes import StripedStore
+from infinity.tensors import local
 from infinity.tiling import Routed, Tiled
 from infinity.timeline import Timeline
 from infinity.units import advice
@@ -253,7 +254,7 @@ class Engine:
         holders = Holders(self.ranks.size)
         if part is not None and self.expert_ranks is not None:
             holders = self.expert_ranks.holders(part)
-        shapes = [(str(index), parameter.shape) for index, parameter in enumerate(parameters)]
+        shapes = [(str(index), local(parameter).shape) for index, parameter in enumerate(parameters)]
         whole = lay_out(shapes, schema.align_numel, len(holders.members))
         return Record(
             holders.shard_of(whole, self.ranks.rank),

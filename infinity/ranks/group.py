@@ -563,6 +563,15 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:1000]
 
 
+def _placed(device: str) -> str:
+    """Return the device of this process, of its launcher's; it becomes the present one."""
+    if device not in ACCELERATORS or "LOCAL_RANK" not in os.environ:
+        return device
+    own = f"{device}:{os.environ['LOCAL_RANK']}"
+    torch.get_device_module(device).set_device(own)
+    return own
+
+
 def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) -> Ranks:
     """Return the ranks of `group`, a process group or a one-dimensional DeviceMesh; of the world for None.
 
@@ -576,10 +585,7 @@ def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) ->
         if group is not None:
             raise ConfigError("a process group needs torch.distributed.init_process_group() first")
         return Ranks([0], 0, backend, timeout_s, device)
-    if device in ACCELERATORS and "LOCAL_RANK" in os.environ:
-        place = torch.get_device_module(device)
-        device = f"{device}:{os.environ['LOCAL_RANK']}"
-        place.set_device(device)
+    device = _placed(device)
     if not dist.is_initialized():
         meet(backend)
     chosen: Any = group or dist.group.WORLD
@@ -594,3 +600,9 @@ def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) ->
     if dist.get_rank() not in members:
         raise ConfigError(f"rank {dist.get_rank()} is not in the process group of ranks {members}")
     return Ranks(members, members.index(dist.get_rank()), backend, timeout_s, device)
+
+
+def open_members(members: Sequence[int], device: str, timeout_s: float) -> Ranks:
+    """Return these ranks of the world, in which torch.distributed has begun, and this process is."""
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    return Ranks(members, list(members).index(dist.get_rank()), backend, timeout_s, _placed(device))
