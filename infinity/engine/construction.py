@@ -131,12 +131,11 @@ class Construction:
             if self._frozen and before is not None and before.is_meta and self._is_loaded(parameter, before):
                 parameter.requires_grad_(False)
             asked = self._asked_for(parameter, before)
-            self._asked_of_tiles, outer = asked, self._asked_of_tiles
+            tiled, self._asked_of_tiles, outer = None, asked, self._asked_of_tiles
             try:
-                whole = is_distributed(parameter)
-                tiled = None if whole else self._in_slices(module, name, parameter, asked)
-                if tiled is None and not whole:
-                    tiled = self._in_tiles(module, name, parameter)
+                if not is_distributed(parameter):
+                    tiled = self._in_slices(module, name, parameter, asked)
+                    tiled = self._in_tiles(module, name, parameter) if tiled is None else tiled
             finally:
                 self._asked_of_tiles = outer
             if tiled is None and self._take(module, name, parameter, asked):
@@ -166,8 +165,7 @@ class Construction:
         if parameter.is_meta:
             return False
         marked = any(getattr(one, "_is_hf_initialized", False) for one in (parameter, before))
-        packed = self._packed.of(parameter) is not None
-        return marked or packed or self._origins.may_have(parameter)
+        return marked or self._packed.of(parameter) is not None or self._origins.may_have(parameter)
 
     def _asked_for(self, parameter: nn.Parameter, before: nn.Parameter | None) -> torch.dtype | None:
         """Return the type that a parameter, which takes the place of another, is asked for in."""
@@ -268,10 +266,9 @@ class Construction:
 
         asked: the type that it is to compute in; None for Config's.
         """
-        if self._entry(parameter) is not None or engine_of(parameter) is not None:
+        known = self._entry(parameter) is not None or engine_of(parameter) is not None
+        if known or isinstance(parameter, Whole):  # whose tiles were taken, each by itself
             return False
-        if isinstance(parameter, Whole):
-            return False  # its tiles were taken, each by itself
         if parameter.is_meta:
             self._before_loading()
             refuse_packed(module, name, parameter)
@@ -439,8 +436,7 @@ class Construction:
         named = list(named_modules(roots))
         check_values(named)
         self._origins.look()
-        if self._cut_embeddings(named):
-            named = list(named_modules(roots))
+        named = list(named_modules(roots)) if self._cut_embeddings(named) else named
         blocks = self._join_blocks(named)
         for _, module in named:
             self._evict([self._real[id(one)] for one in module._parameters.values() if id(one) in self._real])
@@ -501,10 +497,9 @@ class Construction:
         return whether there were any. See [Note: blocks of rows] in planning/tile_size.py.
         """
         config = self._engine.config
-        if config.experts == "whole" or config.state_dtype != "fp32" or self._engine.nvme_store is None:
+        whole = config.experts == "whole" or config.state_dtype != "fp32" or self._engine.stages.mesh.several
+        if whole or self._engine.nvme_store is None:  # ranks beside this one might cut otherwise
             return False
-        if self._engine.stages.mesh.several:
-            return False  # ranks beside this one may have other shares of the budget, and would cut otherwise
         numel = sum(
             one.numel() for _, module in named for one in module._parameters.values() if one is not None
         )

@@ -520,9 +520,7 @@ class GradientStore:
         self.settle_ranks(dict.fromkeys(one.unit for one in gradients))
         self._measure_on_device(gradients)
         own = self.ranks.totals([self.square_sum(gradient) for gradient in gradients], "norms")
-        mesh = self.stages.mesh
-        pairs = zip(own, gradients, strict=True)
-        return mesh.totals([mesh.share(one, gradient.parameter) for one, gradient in pairs], "norms")
+        return self.stages.mesh.totals_of(own, [one.parameter for one in gradients], "norms")
 
     def square_sum_of_all(self, gradients: Iterable[Gradient]) -> float:
         """Return the fp64 sum of the squares of all these, over all ranks and stages."""
@@ -556,20 +554,17 @@ class GradientStore:
         """Return the gradient as a new tensor, clipped, in the parameter's shape and on its device. With
         several ranks every rank calls it.
         """
-        parameter = gradient.parameter
+        parameter, shape = gradient.parameter, gradient.unit.layout.segments[gradient.index].shape
         gradient.check("reading a gradient")
         self.settle_ranks([gradient.unit])
         if gradient.index in self.outgoing_of(gradient.unit):
             self.spill(gradient.unit)
         if gradient.form is Form.ZERO:
-            shape = gradient.unit.layout.segments[gradient.index].shape
             return spread_as(parameter, torch.zeros(shape, dtype=dtype, device=parameter.device))
-        spilled = gradient.form is Form.SPILLED
-        part = self._read(gradient) if spilled else gradient.await_tensor()
+        part = self._read(gradient) if gradient.form is Form.SPILLED else gradient.await_tensor()
         if self._peers is not None:
             part = self._peers.collect(gradient.unit.record, gradient.index, part)
         scaled = part.float().mul(float(gradient.scale)).to(dtype)
-        shape = gradient.unit.layout.segments[gradient.index].shape
         return spread_as(parameter, scaled.view(shape).to(parameter.device))
 
     def _read(self, gradient: Gradient) -> torch.Tensor:

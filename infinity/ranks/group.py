@@ -47,9 +47,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from infinity.config.settings import ACCELERATORS
 from infinity.errors import ConfigError, RanksError
-from infinity.ranks.groups import all_gather, meet, new_group, store
+from infinity.ranks.groups import all_gather, meet, new_group, placed, store
 from infinity.ranks.machines import Hops, grid_of, this_machine
 from infinity.ranks.waiting import LONG, Waiting, brief
 
@@ -563,15 +562,6 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:1000]
 
 
-def _placed(device: str) -> str:
-    """Return the device of this process, of its launcher's; it becomes the present one."""
-    if device not in ACCELERATORS or "LOCAL_RANK" not in os.environ:
-        return device
-    own = f"{device}:{os.environ['LOCAL_RANK']}"
-    torch.get_device_module(device).set_device(own)
-    return own
-
-
 def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) -> Ranks:
     """Return the ranks of `group`, a process group or a one-dimensional DeviceMesh; of the world for None.
 
@@ -585,7 +575,7 @@ def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) ->
         if group is not None:
             raise ConfigError("a process group needs torch.distributed.init_process_group() first")
         return Ranks([0], 0, backend, timeout_s, device)
-    device = _placed(device)
+    device = placed(device)
     if not dist.is_initialized():
         meet(backend)
     chosen: Any = group or dist.group.WORLD
@@ -600,9 +590,3 @@ def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) ->
     if dist.get_rank() not in members:
         raise ConfigError(f"rank {dist.get_rank()} is not in the process group of ranks {members}")
     return Ranks(members, members.index(dist.get_rank()), backend, timeout_s, device)
-
-
-def open_members(members: Sequence[int], device: str, timeout_s: float) -> Ranks:
-    """Return these ranks of the world, in which torch.distributed has begun, and this process is."""
-    backend = "nccl" if device.startswith("cuda") else "gloo"
-    return Ranks(members, list(members).index(dist.get_rank()), backend, timeout_s, _placed(device))

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from infinity.errors import ConfigError, UnsupportedError
-from infinity.ranks.group import ALONE, Ranks, open_members
+from infinity.ranks.group import ALONE, Ranks
+from infinity.ranks.groups import placed
 from infinity.tensors import is_distributed
 
 if TYPE_CHECKING:
@@ -103,6 +104,10 @@ class MeshRanks:
         self.ranks.agree(f"{what}, of {len(values)}")
         return self.ranks.totals(values, what)
 
+    def totals_of(self, values: Sequence[float], of: Sequence[torch.Tensor], what: str) -> list[float]:
+        """Return the sums, as `totals`, of what this rank has for each of the parameters `of`."""
+        return self.totals([self.share(*pair) for pair in zip(values, of, strict=True)], what)
+
     def share(self, value: float, parameter: torch.Tensor) -> float:
         """Return what this rank adds to a sum for a parameter, of which it has `value`: nothing where another
         rank adds the same, unless it is not finite.
@@ -168,10 +173,16 @@ def _members(mesh: DeviceMesh, number: int) -> tuple[int, ...]:
     return tuple(sorted(dist.get_process_group_ranks(mesh.get_group(number))))
 
 
+def _opened(members: Sequence[int], device: str, timeout_s: float) -> Ranks:
+    """Connect these ranks of the world, of which this process is one."""
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    return Ranks(members, list(members).index(dist.get_rank()), backend, timeout_s, placed(device))
+
+
 def open_mesh(of: DataOfMesh, device: str, timeout_s: float) -> tuple[Ranks, MeshRanks]:
     """Connect the ranks that share data, and those beside. All of them divide their machine's memory."""
-    ranks = open_members(of.data, device, timeout_s)
-    beside = open_members(of.beside, device, timeout_s)
+    ranks = _opened(of.data, device, timeout_s)
+    beside = _opened(of.beside, device, timeout_s)
     if beside.size > 1:
         ranks.share_machine(beside)
         ranks.closing.append(beside.close)
