@@ -18,8 +18,8 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from infinity.tensors import local
-from infinity.units.attached import Watched
+from infinity.tensors import local, spread_as
+from infinity.units.attached import DATA, Watched
 from infinity.units.released import Guarded, brought
 
 
@@ -50,8 +50,14 @@ class AttachedShard(Watched, DTensor):
 KINDS: dict[str, Any] = {"plain": DTensor, "attached": AttachedShard, "released": ReleasedShard}
 """The classes of a DTensor, by what is done with it."""
 _LOCAL: Any = DTensor._local_tensor
+_SPEC: Any = DTensor._spec
 
 
 def set_local(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    """Let the DTensor's local tensor be `values`."""
+    """Let the DTensor's local tensor be `values`; their type becomes its own."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if parameter.dtype != values.dtype:
+            whole = spread_as(parameter, values)
+            DATA.__set__(parameter, whole)  # which sets what torch's own code sees alone
+            _SPEC.__set__(parameter, _SPEC.__get__(whole))
     _LOCAL.__set__(parameter, values)

@@ -307,6 +307,7 @@ def compare(place, *options, dtype="fp32", max_norm=None, clip=None):
     kinds = [name for name, one in plain.named_parameters() if isinstance(one, DTensor)]
     assert kinds == [name for name, one in model.named_parameters() if isinstance(one, DTensor)]
     assert all(isinstance(actual[name], DTensor) for name in kinds)
+    assert {one.dtype for one in model.parameters()} == {COMPUTES[dtype]}
     moments = mine.state_dict()["state"]
     for number, part in enumerate(other.param_groups[0]["params"]) if "frozen" not in options else ():
         different += [
