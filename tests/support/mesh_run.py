@@ -400,7 +400,7 @@ def wrong(place):
         return refused(lambda: how(model, optimizer))
 
     def assign(model, optimizer):
-        model.part0.grad = torch.zeros(4, 4)
+        model.part0.grad = torch.zeros(4, 4, dtype=model.part0.dtype)
         optimizer.step()
 
     return {
