@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
 import xxhash
+
+from infinity.errors import UnsupportedError
 
 DTYPES = {
     "F64": torch.float64,
@@ -56,3 +61,59 @@ def empty(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
 def is_part(tensor: torch.Tensor) -> bool:
     """Whether the tensor's storage holds more than this tensor."""
     return tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
+# DTensors, of which this process has a local tensor. torch.distributed.tensor takes a second to import.
+
+
+def is_distributed(tensor: object) -> bool:
+    """Whether this is a DTensor of torch.distributed.tensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor's local tensor, which has arrived; any other tensor as it is."""
+    if not is_distributed(tensor):
+        return tensor
+    values: Any = tensor._local_tensor  # type: ignore[attr-defined]
+    return values.trigger_wait() if hasattr(values, "trigger_wait") else values  # type: ignore[no-any-return]
+
+
+def spread_as(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return the DTensor whose local tensor is `values` where `parameter` is one, with its mesh, shape and
+    placements; else `values`.
+    """
+    if not is_distributed(parameter):
+        return values
+    module, spec = sys.modules["torch.distributed.tensor"], parameter._spec  # type: ignore[attr-defined]
+    shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
+    whole: torch.Tensor = module.DTensor.from_local(
+        values, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride
+    )
+    return whole
+
+
+def part_of(parameter: torch.Tensor, values: torch.Tensor, what: str) -> torch.Tensor:
+    """Return the local tensor of `values` as `parameter`, a DTensor, is placed: they are redistributed if
+    they are placed otherwise, by every rank of its mesh. Of an ordinary parameter all is local.
+
+    Raises: UnsupportedError, naming `what`, where one of both is a DTensor, or they have other meshes.
+    """
+    if not is_distributed(parameter) and not is_distributed(values):
+        return values
+    if not (is_distributed(parameter) and is_distributed(values)):
+        kinds = ["a DTensor" if is_distributed(one) else "an ordinary tensor" for one in (parameter, values)]
+        raise UnsupportedError(
+            f"{what}: the parameter is {kinds[0]}, and what is given for it {kinds[1]}. Give the same: "
+            "torch.distributed.tensor.distribute_tensor(values, p.device_mesh, p.placements) makes a DTensor "
+            "of the whole, values.full_tensor() the whole of a DTensor"
+        )
+    wanted, given = parameter._spec, values._spec  # type: ignore[attr-defined]
+    if given.mesh != wanted.mesh:
+        raise UnsupportedError(
+            f"{what}: the parameter is on {wanted.mesh}, and what is given for it on {given.mesh}"
+        )
+    if given.placements != wanted.placements:
+        values = values.redistribute(wanted.mesh, wanted.placements)  # type: ignore[attr-defined]
+    return local(values.detach())

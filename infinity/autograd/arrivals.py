@@ -41,6 +41,7 @@ from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import OutgoingShare
 from infinity.ranks.group import Ranks
 from infinity.records.updates import Update
+from infinity.tensors import part_of
 from infinity.units.meeting import MeetingOfRanks
 from infinity.units.unit import Unit
 
@@ -147,7 +148,7 @@ class Arrivals:
             _check_dense(grad, unit, index)
             if updater is not None and updater.applied(parameter):
                 raise UnsupportedError(applied_message(unit, "a second backward before step()"))
-            grad = plain(grad)
+            grad = plain(part_of(unit.parameters[index], grad, f"{unit.name}: a gradient"))
             parameter.grad = None  # should it be refused
             gradient = self._gradients.arrive(
                 unit, index, self._gradients.received(grad), keep=updater is None
@@ -181,7 +182,8 @@ class Arrivals:
         if grad is not None and not isinstance(grad, OffloadedGradient):
             _check_dense(grad, unit, index)
             parameter.grad = None  # should it be refused
-            gradient = self._gradients.arrive(unit, index, self._gradients.received(plain(grad)), keep=True)
+            grad = plain(part_of(parameter, grad, f"{unit.name}: a gradient"))
+            gradient = self._gradients.arrive(unit, index, self._gradients.received(grad), keep=True)
             parameter.grad = OffloadedGradient(parameter, gradient, self._gradients)
         taken = self._taken[unit]
         taken.add(index)
@@ -232,7 +234,8 @@ class Arrivals:
                 trained, grad = parameter.requires_grad, parameter.grad
             if not trained or self._gradients.has_local(unit, index):
                 continue
-            zeros = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            shape = unit.layout.segments[index].shape
+            zeros = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
             if isinstance(grad, OffloadedGradient) and grad.is_of(unit, index):
                 self._gradients.add(grad.gradient, zeros)
                 continue
@@ -259,7 +262,9 @@ class Arrivals:
                 "that ranks divide among them (expert_parallel), of which not all have a part. Change in "
                 "place the gradient that the backward has brought"
             )
-        gradient = self._gradients.arrive(unit, index, grad.detach().clone(), keep=True)
+        name = unit.layout.segments[index].name
+        given = part_of(parameter, grad, f"{name}: a gradient that was assigned").detach().clone()
+        gradient = self._gradients.arrive(unit, index, given, keep=True)
         parameter.grad = OffloadedGradient(parameter, gradient, self._gradients)
         self._gradients.settle_ranks([unit])
         self._gradients.settle(unit)

@@ -63,6 +63,7 @@ from infinity.activations.boundaries import Boundaries, Boundary, stands_between
 from infinity.activations.partitioned import BoundaryPart, PartitionedBoundaries
 from infinity.autograd.module_calls import differentiates, refuse, refuse_transform, runs_in_itself
 from infinity.planning.trace import Phase
+from infinity.tensors import local, spread_as
 from infinity.tiling import Tile, runs_in_slices, takes_slices_back
 from infinity.units.residency import UnitResidency
 from infinity.units.unit import Unit
@@ -101,6 +102,11 @@ class PackedWeight:
     stride: tuple[int, ...]
     offset: int  # elements
     version: int
+    of: torch.Tensor | None  # where a DTensor was saved, one without values that is placed as it
+
+    def whole(self, values: torch.Tensor) -> torch.Tensor:
+        """Return what was saved, with these values."""
+        return values if self.of is None else spread_as(self.of, values)
 
 
 @dataclass(slots=True, eq=False)
@@ -376,7 +382,7 @@ class Hooks:
         leaves = (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
         for leaf in leaves:
             strided = isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
-            if strided and leaf.untyped_storage()._cdata == key:
+            if strided and local(leaf).untyped_storage()._cdata == key:
                 return True
         return False
 
@@ -393,17 +399,20 @@ class Hooks:
     # Backward
 
     def _pack(self, tensor: torch.Tensor, otherwise: Any) -> Any:
-        unit = (
-            self.by_storage.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
-        )
+        here, unit = local(tensor), None
+        if tensor.layout == torch.strided:
+            unit = self.by_storage.get(here.untyped_storage()._cdata)
         if unit is None or tensor.dtype != unit.flat.dtype:
             boundaries = self._boundaries
             for one in self.followers:
                 one.saved(tensor)
-            if otherwise is _where_it_is and boundaries is not None and boundaries.takes(tensor):
+            stays = otherwise is not _where_it_is or here is not tensor
+            if not stays and boundaries is not None and boundaries.takes(tensor):
                 return boundaries.save(tensor)
             return otherwise(tensor)
-        return PackedWeight(unit, tensor.shape, tensor.stride(), int(tensor.storage_offset()), unit.version)
+        like = None if here is tensor else spread_as(tensor, torch.empty_like(here, device="meta"))
+        place = here.shape, here.stride(), int(here.storage_offset())
+        return PackedWeight(unit, *place, unit.version, like)
 
     def _unpack(self, packed: Any, otherwise: Any) -> torch.Tensor:
         if isinstance(packed, (Boundary, BoundaryPart)):
@@ -424,9 +433,9 @@ class Hooks:
             self._residency.hold_aside(unit)
             copy = unit.flat.as_strided(packed.shape, packed.stride, packed.offset).clone()
             self._residency.drop(unit)
-            return copy
+            return packed.whole(copy)
         self._lend(unit)
-        return unit.flat.as_strided(packed.shape, packed.stride, packed.offset)
+        return packed.whole(unit.flat.as_strided(packed.shape, packed.stride, packed.offset))
 
     def _lend(self, unit: Unit) -> None:
         """Hold `unit` for the node that is running: see [Note: leases]."""

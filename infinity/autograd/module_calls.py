@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from infinity.errors import NotResidentError, UnsupportedError
 from infinity.tiling import postpones, runs_in_slices
 from infinity.units import advice
-from infinity.units.released import Released
+from infinity.units.released import Guarded
 from infinity.units.unit import Unit
 
 
@@ -190,7 +190,7 @@ def refuse_placeholders(module: nn.Module) -> None:
     """
     for name, parameter in module.named_parameters(recurse=False):
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor(parameter)
-        if wrapped and type(_unwrapped(parameter)) is Released:
+        if wrapped and isinstance(_unwrapped(parameter), Guarded):
             raise UnsupportedError(
                 f"{name} of {type(module).__name__}: a transform of torch.func was given this parameter "
                 "while its values are in host memory or on NVMe. Give torch.func.functional_call plain "

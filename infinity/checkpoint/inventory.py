@@ -48,6 +48,7 @@ class Inventory:
             )
         self.optimizer = optimizer
         self.engine = engine_of_model(model)
+        self.engine.stages.mesh.check_whole("a checkpoint, or an export")
         self.stacks = Stacks(model, blocks=self.engine.schema.state_dtype == "int8")
         """Which parameters are slices, and of what, in checkpoints: with moments in blocks, slices have to be
         whole blocks.

@@ -65,6 +65,7 @@ def write_adapters(model: nn.Module, folder: Path, field: str = "hi", **options:
     All ranks call this; rank 0 writes.
     """
     state = adapter_state(model, field)
+    engine_of_model(model).stages.mesh.check_whole("files of adapters")
     ranks = engine_of_model(model).ranks
     with ranks.together(f"writing adapters to {folder}"):
         if ranks.rank == 0:
@@ -77,6 +78,7 @@ def save_adapters(model: nn.Module, folder: Path, field: str, *, overwrite: bool
 
     overwrite: as for export.save_pretrained.
     """
+    engine_of_model(model).stages.mesh.check_whole("files of adapters")
     ranks = engine_of_model(model).ranks
     with shared_folder(ranks, folder, Older(EXPORT, exported_files, overwrite, rescues=True)) as filling:
         card = folder / _CARD

@@ -29,6 +29,7 @@ from torch import nn
 
 from infinity.planning.layout import RecordSchema
 from infinity.records.record import Record
+from infinity.tensors import local
 from infinity.tiling import Piece, Tiled
 from infinity.units.unit import Unit
 
@@ -88,7 +89,7 @@ def blocks_of(
 
 def _nbytes(parameter: nn.Parameter, kind: UnitKind | None) -> int:
     width = parameter.element_size() if kind is None else kind.schema.width
-    return width * parameter.numel()
+    return int(width * local(parameter).numel())
 
 
 def _is_block(parts: Sequence[nn.Module]) -> bool:

@@ -14,6 +14,7 @@ from infinity.planning.layout import RecordSchema
 from infinity.records.record import Record
 from infinity.records.weights import compute_dtype
 from infinity.storage.packed import FileRange, Packed
+from infinity.tensors import local
 
 
 class BuiltParameter:
@@ -53,7 +54,7 @@ class BuiltParameter:
 
     def part_of(self, parameter: nn.Parameter, record: Record) -> torch.Tensor:
         """Return this rank's part of the values of the parameter, which is real, for its record."""
-        values = parameter.detach().cpu()
+        values = local(parameter).detach().cpu()
         as_it_is = values.dtype in (torch.float32, compute_dtype(record.schema))
         return record.rank_part(self.index, (values if as_it_is else values.float()).contiguous())
 
@@ -82,7 +83,7 @@ class BuiltParameter:
         self.dtype = parameter.dtype
         if self.record is not None and (
             self.record.schema is not schema
-            or self.record.shard.segments[self.index].shape != tuple(parameter.shape)
+            or self.record.shard.segments[self.index].shape != tuple(local(parameter).shape)
         ):
             self.record = None
         self.asked = asked
@@ -91,13 +92,13 @@ class BuiltParameter:
     def has_views(self) -> bool:
         """Whether other tensors share the memory of the parameter, which is real."""
         parameter = self.parameter()
-        return parameter is not None and _shares(parameter) > _ALONE
+        return parameter is not None and _shares(local(parameter)) > _ALONE
 
     @property
     def nbytes(self) -> int:
         """Bytes while real."""
         parameter = self.parameter()
-        return 0 if parameter is None or self.is_mapped else parameter.numel() * self.dtype.itemsize
+        return 0 if parameter is None or self.is_mapped else local(parameter).numel() * self.dtype.itemsize
 
 
 def _shares(tensor: torch.Tensor) -> int:

@@ -55,6 +55,7 @@ from infinity.records.record import Record
 from infinity.records.weights import compute_dtype
 from infinity.sizes import format_size
 from infinity.storage.packed import FileRange, Packed
+from infinity.tensors import is_distributed, local
 from infinity.tiling import (
     EmbeddingTile,
     ExpertTile,
@@ -70,7 +71,8 @@ from infinity.tiling import (
     stands_in,
 )
 from infinity.tiling.experts import is_stack
-from infinity.units.released import Released, not_resident, placeholder, release, restore, set_owner
+from infinity.units.forms import release, restore
+from infinity.units.released import Guarded, not_resident, placeholder, set_owner
 
 logger = logging.getLogger("infinity")
 
@@ -129,11 +131,11 @@ class Construction:
             if self._frozen and before is not None and before.is_meta and self._is_loaded(parameter, before):
                 parameter.requires_grad_(False)
             asked = self._asked_for(parameter, before)
-            self._asked_of_tiles, outer = asked, self._asked_of_tiles
+            tiled, self._asked_of_tiles, outer = None, asked, self._asked_of_tiles
             try:
-                tiled = self._in_slices(module, name, parameter, asked)
-                if tiled is None:
-                    tiled = self._in_tiles(module, name, parameter)
+                if not is_distributed(parameter):
+                    tiled = self._in_slices(module, name, parameter, asked)
+                    tiled = self._in_tiles(module, name, parameter) if tiled is None else tiled
             finally:
                 self._asked_of_tiles = outer
             if tiled is None and self._take(module, name, parameter, asked):
@@ -163,8 +165,7 @@ class Construction:
         if parameter.is_meta:
             return False
         marked = any(getattr(one, "_is_hf_initialized", False) for one in (parameter, before))
-        packed = self._packed.of(parameter) is not None
-        return marked or packed or self._origins.may_have(parameter)
+        return marked or self._packed.of(parameter) is not None or self._origins.may_have(parameter)
 
     def _asked_for(self, parameter: nn.Parameter, before: nn.Parameter | None) -> torch.dtype | None:
         """Return the type that a parameter, which takes the place of another, is asked for in."""
@@ -265,10 +266,9 @@ class Construction:
 
         asked: the type that it is to compute in; None for Config's.
         """
-        if self._entry(parameter) is not None or engine_of(parameter) is not None:
+        known = self._entry(parameter) is not None or engine_of(parameter) is not None
+        if known or isinstance(parameter, Whole):  # whose tiles were taken, each by itself
             return False
-        if isinstance(parameter, Whole):
-            return False  # its tiles were taken, each by itself
         if parameter.is_meta:
             self._before_loading()
             refuse_packed(module, name, parameter)
@@ -277,7 +277,7 @@ class Construction:
         if parameter.is_meta and not parameter.is_complex():
             self._mapped = self._mapped or Mapped()
             return False  # its values come with the parameter that replaces it
-        check_kept(module, name, parameter)
+        check_kept(module, name, parameter, self._engine.stages.mesh)
         entry = self._entries[id(parameter)] = BuiltParameter(parameter, module, name, asked)
         if self._mapped is not None and self._packed.of(parameter) is None:
             # Where slices are, was looked for when their stack came.
@@ -325,7 +325,7 @@ class Construction:
         lain = {id(entry) for entry, _ in fresh if entry.record is not None and entry.record.in_files}
         self._write([one for one in alive if id(one[0]) not in lain])
         for entry, parameter in alive:
-            release(parameter, placeholder(parameter.shape, entry.dtype, parameter.device))
+            release(parameter, placeholder(local(parameter).shape, entry.dtype, parameter.device))
             self.asked.note(parameter, entry.asked)
             self._real.pop(id(parameter), None)
         if self._mapped is not None:  # of what lies in files nothing was read
@@ -375,7 +375,7 @@ class Construction:
         if len(ranges) == len(found):
             return ranges
         why = next(one for one in found if isinstance(one, str))
-        self._copied[why] += sum(one.nbytes for one in parameters)
+        self._copied[why] += sum(local(one).nbytes for one in parameters)
         return None
 
     def touch(self, parameters: Sequence[nn.Parameter], operation: str, args: Sequence[Any]) -> object:
@@ -386,7 +386,7 @@ class Construction:
 
     def _converted(self, parameter: nn.Parameter) -> None:
         """Called when a parameter, which may be in a record, is asked for in another type."""
-        if isinstance(parameter, Released):
+        if isinstance(parameter, Guarded):
             self.touch([parameter], "data", ())
 
     def _restore(self, parameters: Sequence[nn.Parameter], operation: str, args: Sequence[Any]) -> None:
@@ -395,13 +395,13 @@ class Construction:
             if entry is None or entry.record is None:
                 raise not_resident(parameter, operation)
             asked = self._asked_of(parameter)
-            values = torch.empty(parameter.shape, dtype=entry.dtype, device=parameter.device)
+            values = torch.empty(local(parameter).shape, dtype=entry.dtype, device=parameter.device)
             if self._overflow:
                 values.zero_()
             elif operation not in _OVERWRITES or (args and args[0] is not parameter):
                 field, dtype = entry.field_in(entry.record)
                 read = self._engine.parameters.read_record(entry.record, entry.index, {field: dtype})
-                values.copy_(read[field].view(parameter.shape))
+                values.copy_(read[field].view(values.shape))
             restore(parameter, values)
             entry.note_mapped(is_mapped=False)
             self.asked.note(parameter, asked)
@@ -436,8 +436,7 @@ class Construction:
         named = list(named_modules(roots))
         check_values(named)
         self._origins.look()
-        if self._cut_embeddings(named):
-            named = list(named_modules(roots))
+        named = list(named_modules(roots)) if self._cut_embeddings(named) else named
         blocks = self._join_blocks(named)
         for _, module in named:
             self._evict([self._real[id(one)] for one in module._parameters.values() if id(one) in self._real])
@@ -498,7 +497,8 @@ class Construction:
         return whether there were any. See [Note: blocks of rows] in planning/tile_size.py.
         """
         config = self._engine.config
-        if config.experts == "whole" or config.state_dtype != "fp32" or self._engine.nvme_store is None:
+        whole = config.experts == "whole" or config.state_dtype != "fp32" or self._engine.stages.mesh.several
+        if whole or self._engine.nvme_store is None:  # ranks beside this one might cut otherwise
             return False
         numel = sum(
             one.numel() for _, module in named for one in module._parameters.values() if one is not None

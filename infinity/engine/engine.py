@@ -55,6 +55,7 @@ from infinity.storage.packed import FileRange, Packed
 from infinity.storage.paths import of_rank
 from infinity.storage.store import Future, HostStore, Store
 from infinity.storage.stripes import StripedStore
+from infinity.tensors import local
 from infinity.tiling import Routed, Tiled
 from infinity.timeline import Timeline
 from infinity.units import advice
@@ -113,10 +114,8 @@ class Engine:
         # From the tiers up: each is given what it needs of those before it.
         self.kept = Ledger(self.budget.kept_nbytes)
         self.host_store = HostStore(self.kept, self.device)
-        folders, sharers = of_rank(config.nvme_folders, self.ranks.local_rank, self.ranks.local_size)
-        self.durable, self.nvme_store = open_tier(
-            config, folders, sharers, self.ranks, self.budget.tile_numel
-        )
+        of_mine = of_rank(config.nvme_folders, self.ranks.local_rank, self.ranks.local_size)
+        self.durable, self.nvme_store = open_tier(config, *of_mine, self.ranks, self.budget.tile_numel)
         self.store: Store = self.durable.store if self.durable else self.nvme_store or self.host_store
         self.lane = self._open_lane()
         self.outgoing_share = OutgoingShare(self.device, self.timeline)
@@ -253,7 +252,7 @@ class Engine:
         holders = Holders(self.ranks.size)
         if part is not None and self.expert_ranks is not None:
             holders = self.expert_ranks.holders(part)
-        shapes = [(str(index), parameter.shape) for index, parameter in enumerate(parameters)]
+        shapes = [(str(index), local(parameter).shape) for index, parameter in enumerate(parameters)]
         whole = lay_out(shapes, schema.align_numel, len(holders.members))
         return Record(
             holders.shard_of(whole, self.ranks.rank),

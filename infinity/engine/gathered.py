@@ -14,7 +14,7 @@ from infinity.engine.engine import Engine, engine_of
 from infinity.errors import DeviceMemoryError, NotResidentError, UnsupportedError
 from infinity.ranks.machine_memory import check_available
 from infinity.sizes import format_size
-from infinity.tensors import digest
+from infinity.tensors import digest, local
 from infinity.tiling import Whole
 from infinity.tiling.in_one import Opening, in_one_piece
 from infinity.tiling.whole import all_joining
@@ -219,7 +219,7 @@ def _check_same(engine: Engine, unit: Unit, whole: list[torch.Tensor]) -> None:
 
 
 def _write_back(engine: Engine, unit: Unit) -> None:
-    whole = [parameter.detach().to("cpu").contiguous() for parameter in unit.parameters]
+    whole = [local(parameter).detach().to("cpu").contiguous() for parameter in unit.parameters]
     if engine.ranks.size > 1:
         _check_same(engine, unit, whole)
     values = {index: {"master": unit.record.rank_part(index, one)} for index, one in enumerate(whole)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from infinity.engine.sequences import models_of_transformers, sequence_parallel
 from infinity.engine.slices import cut_activations
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.ranks.group import Ranks
+from infinity.ranks.mesh import data_of_mesh
 from infinity.tensors import as_bytes, digest
 
 
@@ -58,6 +59,18 @@ def _divide_sequences(models: Iterable[nn.Module]) -> None:
         sequence_parallel(model)
 
 
+def _data_of(mesh: Any, data: str | Sequence[str] | None, process_group: Any) -> Any:
+    """Return which ranks share data. Raises: ConfigError for arguments that do not go together."""
+    if mesh is None and data is None:
+        return process_group
+    if mesh is None or process_group is not None:
+        raise ConfigError(
+            f"Init(data={data!r}) goes with mesh=..., a DeviceMesh, and without process_group, whose place "
+            "they take"
+        )
+    return data_of_mesh(mesh, data)
+
+
 class Init:
     """Build the models inside the `with` partitioned and placed: the whole never exists in host memory.
 
@@ -72,6 +85,10 @@ class Init:
     torch.distributed.pipelining, one
     rank of each stage (a group or a DeviceMesh likewise): norms are of all stages' gradients, and the stages
     divide the machine's host_memory and drives. Without a process_group each rank has its stages for itself.
+    mesh, data: a DeviceMesh, and which of its dimensions, one name or several, are those along which ranks
+    have different data, in the place of a process_group; data=() for none. Along the others ranks have parts
+    of the same parameters, which are DTensors (tensor parallelism), or copies of them: norms, overflows and
+    the machine's memory are of all.
     frozen: weights that are loaded into a model without values, as by from_pretrained, get
     requires_grad=False. What is built beside them, as PEFT's adapters are, trains as ever, and so does what
     the checkpoint lacks, such as a new head.
@@ -98,16 +115,18 @@ class Init:
         process_group: Any = None,
         partition_activations: Any = None,
         pipeline_group: Any = None,
+        mesh: Any = None,
+        data: str | Sequence[str] | None = None,
         frozen: bool = False,
         **fields: Any,
     ) -> None:
         """Check the settings."""
         if config is not None and fields:
             raise ConfigError("Init takes a Config or its fields, not both")
-        own = ("config", "process_group", "partition_activations", "pipeline_group", "frozen")
+        own = ("config", "process_group", "partition_activations", "pipeline_group", "mesh", "data", "frozen")
         check_fields(fields, own)
         self.config = config if config is not None else Config(**fields)
-        self._process_group = process_group
+        self._process_group = _data_of(mesh, data, process_group)
         self._copies = partition_activations
         self._pipeline_group = pipeline_group
         self._frozen = frozen
@@ -135,6 +154,7 @@ class Init:
         see_to_packed = self._contexts.enter_context(leaving_packed(construction.offered))
         construction.before_loading(see_to_packed)
         self._contexts.enter_context(refusing_scripts())
+        self._contexts.enter_context(_drawing_as_rank_0(self._engine.stages.mesh.ranks))
         self._contexts.enter_context(_drawing_as_rank_0(self._engine.ranks))
         self._contexts.enter_context(construction.asked)
         Init._active = self
@@ -178,7 +198,7 @@ class Init:
             engine.close()
             raise
         if error is not None:
-            for ranks in (engine.ranks, engine.stages.ranks):  # which meet when theirs is built
+            for ranks in (engine.ranks, engine.stages.mesh.ranks, engine.stages.ranks):  # they meet
                 ranks.post_failure(f"{type(error).__name__}: {error}")
             engine.close()
             construction.failed(error)

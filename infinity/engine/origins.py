@@ -22,7 +22,7 @@ import torch
 
 from infinity.storage.packed import FileRange
 from infinity.storage.safetensors_file import TensorFileError, TensorReader
-from infinity.tensors import DTYPES
+from infinity.tensors import DTYPES, is_distributed
 
 _NAMES = {**{dtype: name for name, dtype in DTYPES.items()}, torch.float8_e4m3fn: "F8_E4M3"}
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -107,6 +107,8 @@ class Origins:
             self._mappings.append(new)
 
     def _mapping(self, parameter: torch.Tensor) -> _Mapping | None:
+        if is_distributed(parameter):
+            return None  # its local tensor, a part of a file's, is copied
         address = parameter.data_ptr()
         index = bisect.bisect_right(self._mappings, address, key=lambda one: one.start) - 1
         if index < 0 or address + parameter.nbytes > self._mappings[index].stop:
@@ -118,6 +120,8 @@ class Origins:
         computes, `dtype`; else a text that says why there is none.
         """
         mapping = self._mapping(parameter)
+        if is_distributed(parameter):
+            return "ranks have parts of it"
         if parameter.dtype != dtype:
             return f"{parameter.dtype} is converted to {dtype}"
         if mapping is None or not parameter.is_contiguous():

@@ -21,7 +21,7 @@ from infinity.records.record import Record
 from infinity.records.weights import compute_dtype
 from infinity.sizes import format_size
 from infinity.storage.store import Store
-from infinity.tensors import as_bytes
+from infinity.tensors import as_bytes, part_of, spread_as
 from infinity.units.residency import UnitResidency
 from infinity.units.unit import Unit
 
@@ -89,14 +89,15 @@ class Parameters:
     # Values
 
     def read(self, parameter: nn.Parameter, fields: Sequence[str]) -> list[torch.Tensor]:
-        """Return fields ("hi", "master", "m", "v") of a parameter as new CPU tensors in its shape, pending
-        updates applied. With several ranks every rank calls it.
+        """Return fields ("hi", "master", "m", "v") of a parameter as new CPU tensors in its shape, DTensors
+        of a DTensor, pending updates applied. With several ranks every rank calls it.
         """
         unit, index = self.unit_of(parameter)
         self._residency.flush(unit)
         dtypes = {field: unit.flat.dtype if field == "hi" else torch.float32 for field in fields}
         values = self.read_record(unit.record, index, dtypes)
-        return [values[field].view(parameter.shape) for field in fields]
+        shape = unit.layout.segments[index].shape
+        return [spread_as(parameter, values[field].view(shape)) for field in fields]
 
     def read_part(self, parameter: nn.Parameter, field: str) -> torch.Tensor:
         """Return what this rank holds of a field ("master", "m", "v") of a parameter, pending updates
@@ -107,8 +108,14 @@ class Parameters:
         return self._read(unit.record, index, {field: torch.float32})[field]
 
     def write(self, parameter: nn.Parameter, values: dict[str, torch.Tensor]) -> None:
-        """Set fields ("master", "m", "v") of a parameter, after the updates that are pending."""
+        """Set fields ("master", "m", "v") of a parameter, after the updates that are pending: of a DTensor by
+        DTensors, of any placements.
+
+        Raises: UnsupportedError where a DTensor is given for an ordinary parameter, or the other way round.
+        """
         unit, index = self.unit_of(parameter)
+        name = unit.layout.segments[index].name
+        values = {field: part_of(parameter, one, f"{name}, {field}") for field, one in values.items()}
         self.write_part(
             parameter, {field: unit.record.rank_part(index, one) for field, one in values.items()}
         )

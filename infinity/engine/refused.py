@@ -8,10 +8,12 @@ from torch.nn.parameter import UninitializedParameter
 
 from infinity.engine.asked import KEPT
 from infinity.errors import UnsupportedError
+from infinity.ranks.mesh import MeshRanks
+from infinity.tensors import is_distributed
 
 
-def check_kept(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Check that a parameter can be offloaded. Raises: UnsupportedError."""
+def check_kept(module: nn.Module, name: str, parameter: nn.Parameter, mesh: MeshRanks) -> None:
+    """Check that a parameter can be offloaded, of ranks that are so in a mesh. Raises: UnsupportedError."""
     what = f"{type(module).__name__}.{name}"
     if parameter.is_complex():
         raise UnsupportedError(wrong_dtype(module, name, parameter))
@@ -19,7 +21,9 @@ def check_kept(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         raise UnsupportedError(
             f"{what} is a lazy parameter, whose shape is not known in Init. Give the module its shapes."
         )
-    if type(parameter) is not nn.Parameter:
+    if is_distributed(parameter):
+        mesh.check(what, parameter)
+    elif type(parameter) is not nn.Parameter:
         raise UnsupportedError(
             f"{what} is a {type(parameter).__name__}; only plain nn.Parameter can be offloaded"
         )

@@ -19,6 +19,7 @@ from torch import nn
 from infinity.engine.parameters import Parameters
 from infinity.errors import UnsupportedError
 from infinity.ranks.machine_memory import check_available
+from infinity.tensors import is_distributed, local
 
 logger = logging.getLogger("infinity")
 
@@ -81,7 +82,7 @@ class Exchange:
             if not hasattr(module, "peft_config"):  # whose save_pretrained takes the adapters alone of it
                 self.say_approximated("state_dict, as in model.save_pretrained")
             self._copies = {}
-            needed = sum(one.numel() * one.element_size() for one in module.parameters())
+            needed = sum(local(one).numel() * one.element_size() for one in module.parameters())
             cure = "Take the state_dict of one submodule at a time."
             check_available(needed, "state_dict: plain copies of the parameters", cure)
         self._depth += 1
@@ -116,6 +117,7 @@ class Exchange:
                 self._copies[id(parameter)] = self._parameters.read(parameter, ["hi"])[0]
             return self._copies[id(parameter)]
         if operation == "copy_":
-            self._parameters.write(parameter, {"master": args[1].expand(parameter.shape)})
+            given = args[1] if is_distributed(parameter) else args[1].expand(parameter.shape)
+            self._parameters.write(parameter, {"master": given})
             return parameter
         return None

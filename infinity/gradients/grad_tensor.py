@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from infinity.errors import NotResidentError, UnsupportedError
 from infinity.gradients.gradient import GONE, Gradient
 from infinity.gradients.store import GradientStore
-from infinity.tensors import digest, is_part
+from infinity.tensors import digest, is_distributed, is_part, part_of
 from infinity.units import pipelines
 from infinity.units.unit import Unit
 
@@ -86,8 +86,9 @@ class OffloadedGradient(Thin):
         cls: type[OffloadedGradient], parameter: nn.Parameter, gradient: Gradient, store: GradientStore
     ) -> OffloadedGradient:
         """Make a tensor of the parameter's shape, dtype and device, without memory."""
+        kind = DistributedGradient if is_distributed(parameter) else cls
         tensor: OffloadedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+            kind, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
         tensor.gradient, tensor._store = gradient, weakref.ref(store)
         return tensor
@@ -163,6 +164,38 @@ class OffloadedGradient(Thin):
         return _run_on_values(func, args, kwargs or {})
 
 
+class DistributedGradient(OffloadedGradient):
+    """Stands for the stored gradient of a DTensor. Operations that need its values run on DTensors, each rank
+    having the local tensor of what it stores; its norm is that of the whole.
+    """
+
+    @property
+    def device_mesh(self) -> Any:
+        """The parameter's."""
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> Any:
+        """The parameter's."""
+        return self._spec.placements
+
+    @property
+    def _spec(self) -> Any:
+        return self.gradient.unit.parameters[self.gradient.index]._spec  # type: ignore[attr-defined]
+
+    def to_local(self, **options: Any) -> torch.Tensor:
+        """The values that this rank has, as a new tensor."""
+        return self.clone().to_local(**options)  # type: ignore[attr-defined,no-any-return]
+
+    def full_tensor(self, **options: Any) -> torch.Tensor:
+        """All values, as a new tensor; every rank of the mesh calls it."""
+        return self.clone().full_tensor(**options)  # type: ignore[attr-defined,no-any-return]
+
+    def redistribute(self, *places: Any, **options: Any) -> torch.Tensor:
+        """The values, as a DTensor of other placements; every rank of the mesh calls it."""
+        return self.clone().redistribute(*places, **options)  # type: ignore[attr-defined,no-any-return]
+
+
 class GradientView(Thin):
     """A view of an offloaded gradient: it has the values that the gradient has when the view is used, and a
     change of the view changes the gradient.
@@ -222,6 +255,13 @@ def _run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Run `func` on the dense values of the gradients, and views of them, among its arguments, and store
     those that it changes.
     """
+    if func.namespace == "c10d":
+        raise UnsupportedError(
+            f"{_name(func)}(): a collective of torch.distributed on an offloaded gradient, whose result "
+            "would be lost. Ranks that share data have its mean already, and a gradient that is summed over "
+            "ranks of tensor parallelism is that of a DTensor. Exchange a copy, p.grad.clone(), and give it "
+            "back: p.grad.copy_(...)"
+        )
     if _makes_views(func) and isinstance(args[0], Thin):
         return _views(func, args, kwargs)
     changed = {
@@ -313,7 +353,7 @@ def _store_changed(grad: OffloadedGradient, values: torch.Tensor, operation: str
             f"{name}: {operation}() would make an offloaded gradient {tuple(values.shape)}, {values.dtype}; "
             f"it stays {tuple(grad.shape)}, {own}. Work on a copy: p.grad.clone()."
         )
-    host = values.detach().to("cpu").contiguous()
+    host = part_of(unit.parameters[index], values, f"{name}: {operation}()").detach().to("cpu").contiguous()
     if store.ranks.size > 1 and not store.ranks.same(digest(host), f"change the gradient of {name}"):
         raise UnsupportedError(
             f"{name}: {operation}() on a gradient, which is the mean over all ranks, has made different "
@@ -493,6 +533,8 @@ def _add(grad: OffloadedGradient, new: Any, *, alpha: Any = 1) -> Any:
             "backward, or clip after the last backward."
         )
     store = grad.store
+    unit, index = grad.gradient.unit, grad.gradient.index
+    new = part_of(unit.parameters[index], new, f"{unit.layout.segments[index].name}: its gradient")
     store.add(grad.gradient, store.received(plain(new)))
     return grad
 

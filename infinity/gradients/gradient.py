@@ -32,6 +32,7 @@ from enum import Enum
 
 import numpy as np
 import torch
+from torch import nn
 
 from infinity import kernels
 from infinity.errors import NotResidentError, UnsupportedError
@@ -125,6 +126,11 @@ class Gradient:
         if unit is None:
             raise NotResidentError(GONE)
         return unit
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter."""
+        return self.unit.parameters[self.index]
 
     @property
     def is_current(self) -> bool:

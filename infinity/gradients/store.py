@@ -31,7 +31,7 @@ from infinity.records.weights import compute_dtype
 from infinity.sizes import format_size
 from infinity.storage.memory import Ledger
 from infinity.storage.store import DONE, Future, HostStore, Store
-from infinity.tensors import is_part
+from infinity.tensors import is_part, spread_as
 from infinity.units.device_updates import DeviceUpdates
 from infinity.units.residency import UnitResidency
 from infinity.units.stages import Stages
@@ -519,14 +519,17 @@ class GradientStore:
         """Return the fp64 sum of each stored gradient's squares, over all ranks; see `square_sum`."""
         self.settle_ranks(dict.fromkeys(one.unit for one in gradients))
         self._measure_on_device(gradients)
-        return self.ranks.totals([self.square_sum(gradient) for gradient in gradients], "norms")
+        own = self.ranks.totals([self.square_sum(gradient) for gradient in gradients], "norms")
+        return self.stages.mesh.totals_of(own, [one.parameter for one in gradients], "norms")
 
     def square_sum_of_all(self, gradients: Iterable[Gradient]) -> float:
         """Return the fp64 sum of the squares of all these, over all ranks and stages."""
         gradients = list(gradients)
         self.settle_ranks(dict.fromkeys(one.unit for one in gradients))
         self._measure_on_device(gradients)
-        own = self.ranks.totals([sum(map(self.square_sum, gradients), 0.0)], "norm")[0]
+        mesh = self.stages.mesh
+        counted = (mesh.share(self.square_sum(one), one.parameter) for one in gradients)
+        own = mesh.totals(self.ranks.totals([sum(counted, 0.0)], "norm"), "norm")[0]
         return sum(self.stages.each(own, "the norm of the gradients"))
 
     def square_sum(self, gradient: Gradient) -> float:
@@ -551,19 +554,18 @@ class GradientStore:
         """Return the gradient as a new tensor, clipped, in the parameter's shape and on its device. With
         several ranks every rank calls it.
         """
-        parameter = gradient.unit.parameters[gradient.index]
+        parameter, shape = gradient.parameter, gradient.unit.layout.segments[gradient.index].shape
         gradient.check("reading a gradient")
         self.settle_ranks([gradient.unit])
         if gradient.index in self.outgoing_of(gradient.unit):
             self.spill(gradient.unit)
         if gradient.form is Form.ZERO:
-            return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-        spilled = gradient.form is Form.SPILLED
-        part = self._read(gradient) if spilled else gradient.await_tensor()
+            return spread_as(parameter, torch.zeros(shape, dtype=dtype, device=parameter.device))
+        part = self._read(gradient) if gradient.form is Form.SPILLED else gradient.await_tensor()
         if self._peers is not None:
             part = self._peers.collect(gradient.unit.record, gradient.index, part)
         scaled = part.float().mul(float(gradient.scale)).to(dtype)
-        return scaled.view(parameter.shape).to(parameter.device)
+        return spread_as(parameter, scaled.view(shape).to(parameter.device))
 
     def _read(self, gradient: Gradient) -> torch.Tensor:
         """Return what this rank has of a spilled gradient."""

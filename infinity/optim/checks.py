@@ -14,6 +14,7 @@ from infinity.ranks.machine_memory import check_available
 from infinity.records.update_rules import Recipe
 from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
+from infinity.tensors import local
 
 
 def check_fits(engine: Engine, what: str, nbytes: int) -> None:
@@ -60,7 +61,7 @@ def check_room(parameters: Sequence[tuple[Recipe, torch.Tensor]]) -> None:
 
     Raises: HostMemoryError with both sizes.
     """
-    needed = sum(4 * len(recipe.state) * one.numel() for recipe, one in parameters)
+    needed = sum(4 * len(recipe.state) * local(one).numel() for recipe, one in parameters)
     check_available(needed, "optimizer.state_dict: the moments", "infinity.save streams them to files.")
 
 

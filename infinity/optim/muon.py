@@ -26,6 +26,7 @@ from infinity.optim.optimizers import When
 from infinity.optim.ownership import engine_for
 from infinity.records import update_rules as recipes
 from infinity.records.update_rules import Recipe
+from infinity.tensors import is_distributed
 from infinity.tiling import Whole
 from infinity.units.optimizer_options import settle
 
@@ -179,8 +180,13 @@ def _check_matrix(parameter: Any) -> None:
 
 
 def _refuse_divided(parameter: nn.Parameter) -> None:
-    """Refuse an expert of those that ranks divide: all ranks put a matrix together, and not all have it."""
+    """Refuse a DTensor, and an expert of those that ranks divide: no rank would have the whole matrix."""
     parameters = engine_for(parameter).parameters
+    if is_distributed(parameter):
+        raise UnsupportedError(
+            f"{parameters.name_of(parameter)} is a DTensor: Muon needs the whole matrix, and each rank would "
+            'orthogonalize its part. Give it to AdamW: a param group with "use_muon": False'
+        )
     if not parameters.unit_of(parameter)[0].record.holders.are_all:
         raise UnsupportedError(
             f"{parameters.name_of(parameter)}: ranks divide the experts (expert_parallel), and Muon would "

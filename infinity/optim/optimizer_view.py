@@ -3,62 +3,27 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from infinity.errors import UnsupportedError
 from infinity.optim.ownership import Owning, check_current
+from infinity.optim.state_copy import StateCopy, plain_state
 from infinity.records.update_rules import Recipe
+from infinity.tensors import is_distributed
 from infinity.tiling import Whole
 
 
-class StateCopy(torch.Tensor):
-    """A copy of state in a record; changes of it in place would be lost, so they raise."""
+def _guarded(values: torch.Tensor) -> torch.Tensor:
+    """Return a copy of state as one that refuses changes."""
+    if not is_distributed(values):
+        return StateCopy.guarding(values)
+    from infinity.optim.distributed_state import DistributedStateCopy
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run `func`; the result is an ordinary tensor, unless it is a view of this one."""
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        changed = kwargs.get("out"), (args[0] if args and _changes(name) else None)
-        if any(isinstance(one, cls) for one in pytree.tree_leaves(changed)):
-            raise UnsupportedError(
-                f"{name}() on a copy of an optimizer's state, which is kept in records: the change would be "
-                "lost. Assign a tensor: optimizer.state[parameter][name] = tensor."
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-            if isinstance(result, torch.Tensor) and result.layout == torch.strided:
-                shared = result.untyped_storage()._cdata
-                sources = (one for one in pytree.tree_leaves(args) if isinstance(one, cls))
-                if any(one.untyped_storage()._cdata == shared for one in sources):
-                    return result.as_subclass(cls)
-        return result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Copy it as an ordinary tensor."""
-        return self.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle it as an ordinary tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
-
-
-def _changes(name: str) -> bool:
-    if name.endswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__"))
-    return name.endswith("_") and name != "requires_grad_"
+    return DistributedStateCopy.guarding(values)
 
 
 class ParameterState(MutableMapping[str, Any]):
@@ -96,7 +61,7 @@ class ParameterState(MutableMapping[str, Any]):
             return self._optimizer.counts[self._parameter]["step"]
         check_current(self._optimizer, "state")
         engine = self._optimizer.mine[id(self._parameter)].engine
-        return engine.parameters.read(self._parameter, [field])[0].as_subclass(StateCopy)
+        return _guarded(engine.parameters.read(self._parameter, [field])[0])
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Set the step count, or write a tensor."""
@@ -110,7 +75,7 @@ class ParameterState(MutableMapping[str, Any]):
             found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(f"state[{name!r}] = {found}: expected a tensor of shape {expected}")
         engine = self._optimizer.mine[id(self._parameter)].engine
-        engine.parameters.write(self._parameter, {field: value.detach().as_subclass(torch.Tensor)})
+        engine.parameters.write(self._parameter, {field: plain_state(value)})
 
     def __delitem__(self, name: str) -> None:
         raise UnsupportedError(_not_dropped(self._optimizer))
@@ -140,7 +105,7 @@ class StateOfWhole(ParameterState):
     def __getitem__(self, name: str) -> Any:
         """Return the step count, or read a tensor of all blocks."""
         found = [one[name] for one in self._parts[: 1 if name == "step" else None]]
-        return found[0] if name == "step" else torch.cat(found).as_subclass(StateCopy)
+        return found[0] if name == "step" else StateCopy.guarding(torch.cat(found))
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Set the step count, or write a tensor, of all blocks."""

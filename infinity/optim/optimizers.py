@@ -16,6 +16,7 @@ from torch import nn
 from infinity.engine.engine import Engine
 from infinity.optim.base import OffloadedOptimizer
 from infinity.records import update_rules as recipes
+from infinity.tensors import local, spread_as
 from infinity.units.optimizer_options import settle
 
 When = Literal["forward", "backward"]
@@ -136,7 +137,8 @@ class Adagrad(OffloadedOptimizer):
         super().make_room(engine, parameter)
         first = self.param_groups[self.mine[id(parameter)].group]["initial_accumulator_value"]
         if begins and first:
-            engine.parameters.write(parameter, {"v": torch.full(parameter.shape, float(first), device="cpu")})
+            begin = torch.full(local(parameter).shape, float(first), device="cpu")
+            engine.parameters.write(parameter, {"v": spread_as(parameter, begin)})
 
 
 class Lion(OffloadedOptimizer):

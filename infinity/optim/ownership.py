@@ -26,6 +26,7 @@ from infinity.optim.checks import check_fits
 from infinity.records.update_rules import Recipe
 from infinity.sizes import format_size
 from infinity.storage.full_disk import of_whole
+from infinity.tensors import spread_as
 from infinity.units.fused_updates import is_fused
 
 
@@ -229,9 +230,9 @@ class Owning:
         if segment.numel and (
             under_way or any(unit.record.written(name, start) for name in self.recipe_of(parameter).state)
         ):
-            zeros = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
+            zeros = torch.zeros(segment.shape, dtype=torch.float32, device="cpu")
             if names := self.recipe_of(parameter).state:
-                engine.parameters.write(parameter, dict.fromkeys(names, zeros))
+                engine.parameters.write(parameter, dict.fromkeys(names, spread_as(parameter, zeros)))
 
 
 def _refuse_taken(optimizer: Owning, parameters: Iterable[nn.Parameter]) -> None:

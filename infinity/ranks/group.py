@@ -47,9 +47,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from infinity.config.settings import ACCELERATORS
 from infinity.errors import ConfigError, RanksError
-from infinity.ranks.groups import all_gather, meet, new_group, store
+from infinity.ranks.groups import all_gather, meet, new_group, placed, store
 from infinity.ranks.machines import Hops, grid_of, this_machine
 from infinity.ranks.waiting import LONG, Waiting, brief
 
@@ -576,10 +575,7 @@ def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) ->
         if group is not None:
             raise ConfigError("a process group needs torch.distributed.init_process_group() first")
         return Ranks([0], 0, backend, timeout_s, device)
-    if device in ACCELERATORS and "LOCAL_RANK" in os.environ:
-        place = torch.get_device_module(device)
-        device = f"{device}:{os.environ['LOCAL_RANK']}"
-        place.set_device(device)
+    device = placed(device)
     if not dist.is_initialized():
         meet(backend)
     chosen: Any = group or dist.group.WORLD

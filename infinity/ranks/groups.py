@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from infinity.config.settings import ACCELERATORS
+
 
 class Members(Protocol):
     """Ranks of the world that form a group, and the index of this process among them."""
@@ -58,3 +60,12 @@ def meet(backend: str) -> None:
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     own = dist.distributed_c10d.PrefixStore(f"infinity/restart {restart}", meeting)
     dist.init_process_group(backend, store=own, rank=rank, world_size=size)
+
+
+def placed(device: str) -> str:
+    """Return the device of this process, one of its launcher's; it becomes the present one."""
+    if device not in ACCELERATORS or "LOCAL_RANK" not in os.environ:
+        return device
+    own = f"{device}:{os.environ['LOCAL_RANK']}"
+    torch.get_device_module(device).set_device(own)
+    return own

@@ -58,6 +58,10 @@ PARTITIONED = (
     "divide a model built in Init by themselves; for FSDP build the model outside Init."
 )
 EMPTIED = "Parameters built in Init have their place; give them values by load_state_dict."
+PARALLEL = (
+    "Make DTensors of a model (parallelize_module, distribute_module) inside `with infinity.Init(mesh=..., "
+    "data=...):`, or before init.take_in(model)."
+)
 ADAPTERS = "Call peft.get_peft_model inside `with infinity.Init(...):`, where modules can be copied."
 
 
@@ -97,6 +101,7 @@ def _for(frame: FrameType, *, near: bool) -> str | None:
         EMPTIED: function == "to_empty",
         RESIZE: function == "resize_token_embeddings",
         REPARAMETRIZE: name.startswith(_SURGERY),
+        PARALLEL: function == "distribute_tensor" and name.startswith("torch.distributed.tensor."),
         ADAPTERS: name.startswith("peft.") and "ModulesToSave" in kind,
     }
     return next((text for text, applies in known.items() if applies), None)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,6 +28,10 @@ DATA: Any = torch.Tensor.data
 
 
 _CHECKPOINT = "torch.utils.checkpoint"
+if TYPE_CHECKING:
+    _Base = nn.Parameter
+else:
+    _Base = torch.Tensor  # a DTensor that is a parameter is no nn.Parameter by its class
 
 
 _changes: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -50,8 +54,8 @@ def _watch(parameter: nn.Parameter) -> None:
         changes.watch(parameter)
 
 
-class Attached(nn.Parameter):
-    """The class of a parameter while a step uses it, or an edit; see [Note: changes that would be lost]."""
+class Watched(_Base):
+    """What the classes of attached parameters have in common; see [Note: changes that would be lost]."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -65,6 +69,10 @@ class Attached(nn.Parameter):
         changes = _changes_of(self)
         if changes is not None and not self.is_set_to(values):
             changes.assign(self, values)
+        self.be_set_to(values)
+
+    def be_set_to(self, values: torch.Tensor) -> None:
+        """Be `values`, which are kept."""
         DATA.__set__(self, values)
 
     def detach(self) -> torch.Tensor:
@@ -77,7 +85,7 @@ class Attached(nn.Parameter):
         _watch(self)
         values = super().detach()
         if caller.f_code is nn.Parameter.__new__.__code__:
-            values.__class__ = Attached  # nn.Parameter(p) wants the type back that p has
+            values.__class__ = type(self)  # nn.Parameter(p) wants the type back that p has
         return values
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -98,10 +106,14 @@ class Attached(nn.Parameter):
         return f"Parameter containing:\n{super().detach().requires_grad_(self.requires_grad)!r}"
 
 
+class Attached(Watched, nn.Parameter):
+    """The class of an ordinary parameter while a step uses it, or an edit."""
+
+
 def call(func: Callable[..., Any], operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return func(*args, **kwargs), where `operation`, its name, may be one that Attached defines."""
     first = args[0] if args else None
-    if type(first) is not Attached or operation not in {"data", "detach", "numpy"}:
+    if not isinstance(first, Watched) or operation not in {"data", "detach", "numpy"}:
         return func(*args, **kwargs)
     if operation != "data":
         return getattr(first, operation)(*args[1:], **kwargs)

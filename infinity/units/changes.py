@@ -11,7 +11,7 @@ from torch import nn
 
 from infinity.errors import UnsupportedError
 from infinity.records.record import Record
-from infinity.tensors import as_bytes
+from infinity.tensors import as_bytes, is_distributed, local
 
 _version: Callable[[torch.Tensor], int] = attrgetter("_version")
 
@@ -33,6 +33,7 @@ class Changes:
         self.editors = 0
         """How many `gathered(..., write=True)` are under way: changes are kept."""
         self.parameters = parameters
+        self._distributed = any(map(is_distributed, parameters))
         self._record = record
         self._views: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -58,7 +59,7 @@ class Changes:
     def begin(self, views: list[torch.Tensor]) -> None:
         """The parameters are attached to `views`."""
         self._views, self._left = views, []
-        self._versions = list(map(_version, self.parameters))
+        self._versions = self._present()
 
     def end(self) -> None:
         """The parameters are released."""
@@ -87,7 +88,7 @@ class Changes:
 
     def mark(self) -> None:
         """From now on count changes from the present values."""
-        self._versions = list(map(_version, self.parameters))
+        self._versions = self._present()
         self._digests = {index: self._digest(index) for index in self._digests}
 
     def found(self) -> str | None:
@@ -106,13 +107,23 @@ class Changes:
         """Whether `_changed` has to look. Asked at each use, and so without a call of Python's for each
         parameter.
         """
-        if self._digests or self._versions != list(map(_version, self.parameters)):
+        if self._digests or self._versions != self._present():
             return True
-        return not all(map(torch.Tensor.is_set_to, self.parameters, self._views))
+        asked = _is_set_to if self._distributed else torch.Tensor.is_set_to
+        return not all(map(asked, self.parameters, self._views))
+
+    def _present(self) -> list[int]:
+        """Return the parameters' versions; of a DTensor that of its local tensor is another one."""
+        versions = list(map(_version, self.parameters))
+        if self._distributed:
+            pairs = zip(versions, self._views, strict=True)
+            versions = [2 * version + view._version for version, view in pairs]
+        return versions
 
     def _changed(self) -> int | None:
+        present = self._present()
         for index, parameter in enumerate(self.parameters):
-            if parameter._version != self._versions[index] or not parameter.is_set_to(self._views[index]):
+            if present[index] != self._versions[index] or not _is_set_to(parameter, self._views[index]):
                 return index
         for index, one in self._digests.items():
             if one != self._digest(index):
@@ -153,6 +164,7 @@ class Changes:
 
     def _check_form(self, index: int, values: torch.Tensor) -> None:
         segment, dtype = self._record.unit_layout.segments[index], self._views[index].dtype
+        values = local(values)
         if (values.shape, values.dtype) != (segment.shape, dtype):
             raise UnsupportedError(
                 f"{segment.name} would become {values.dtype} of shape {tuple(values.shape)}; its record, "
@@ -162,6 +174,10 @@ class Changes:
                 "and inside a new `with infinity.Init(...):` model = Model.from_pretrained(folder) and the "
                 "call that resizes."
             )
+
+
+def _is_set_to(parameter: nn.Parameter, view: torch.Tensor) -> bool:
+    return torch.Tensor.is_set_to(local(parameter), view)
 
 
 def tell_versions_apart(every: Sequence[Changes]) -> None:

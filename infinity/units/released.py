@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -25,8 +25,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from infinity.errors import NotResidentError, UnsupportedError
 from infinity.units import advice, pipelines
 from infinity.units.aside import Aside
-from infinity.units.attached import DATA, call
+from infinity.units.attached import call
 
+if TYPE_CHECKING:
+    _Base = nn.Parameter
+else:
+    _Base = torch.Tensor  # a DTensor that is a parameter is no nn.Parameter by its class
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 """Attributes of a tensor that hand out its values; every other attribute is metadata."""
 
@@ -114,8 +118,8 @@ def expect_optimizers_of_torch(owner: Owner) -> None:
     _replacing.add(owner)
 
 
-class Released(nn.Parameter):
-    """The class of a parameter while it is released; see [Note: released parameters]."""
+class Guarded(_Base):
+    """What the classes of released parameters have in common; see [Note: released parameters]."""
 
     @classmethod
     def __torch_function__(
@@ -134,7 +138,7 @@ class Released(nn.Parameter):
                     _see_optimizer(args[0], caller.f_locals["self"])
                 answer = func(*args, **kwargs)
             return _taken_in(answer, func, args, caller)
-        parameters = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is Released]
+        parameters = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Guarded)]
         operation = _name(func)
         first = args[0] if args else kwargs.get("input")
         if operation in _BY_SHAPE and len(parameters) == 1 and parameters[0] is first and not _empties():
@@ -177,11 +181,12 @@ class Released(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Copy the values where the owner brings them back: while a model is built."""
-        owner = owner_of(self)
-        if owner is None or owner.touch([self], "deepcopy", ()) is not None or type(self) is Released:
-            raise not_resident(self, "deepcopy")
-        copy: nn.Parameter = self.__deepcopy__(memo)
+        copy: nn.Parameter = brought(self, "deepcopy").__deepcopy__(memo)
         return copy
+
+
+class Released(Guarded, nn.Parameter):
+    """The class of an ordinary parameter while it is released."""
 
 
 _NO_WRAPPER = (
@@ -212,6 +217,18 @@ def _taken_in(answer: Any, func: Callable[..., Any], args: tuple[Any, ...], call
     return answer
 
 
+def brought(parameter: Guarded, operation: str) -> Any:
+    """Return the parameter once its owner has brought the values back.
+
+    Raises: NotResidentError where it does not.
+    """
+    owner = owner_of(parameter)
+    guarded = owner is None or owner.touch([parameter], operation, ()) is not None
+    if guarded or Guarded in type(parameter).__mro__:
+        raise not_resident(parameter, operation)
+    return parameter
+
+
 def not_resident(parameter: nn.Parameter, operation: str, name: str | None = None) -> NotResidentError:
     """Return the error for a use of `parameter` while it is released."""
     what = f"parameter {name!r}" if name else f"a parameter of shape {tuple(parameter.shape)}"
@@ -237,19 +254,6 @@ def not_converted(name: str, operation: str, where: str) -> UnsupportedError:
         "Config(device=..., dtype=...) instead; a parameter gives a converted copy inside "
         "`with infinity.gathered(parameter):`."
     )
-
-
-def release(parameter: nn.Parameter, placeholder: torch.Tensor) -> None:
-    """Put `placeholder` in the place of the parameter's values, and the guard on."""
-    parameter.__class__ = nn.Parameter
-    parameter.data = placeholder
-    parameter.__class__ = Released
-
-
-def restore(parameter: nn.Parameter, values: torch.Tensor, kind: type[nn.Parameter] = nn.Parameter) -> None:
-    """Take the guard off and let the parameter be `values`, of the class `kind`."""
-    parameter.__class__ = kind
-    DATA.__set__(parameter, values)
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
@@ -281,7 +285,7 @@ def _is_metadata(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     if kind == "__set__":
         # module.to() of the same device and dtype sets `.data` to the parameter itself
         return name != "data" or args[0] is args[1]
-    return name in _METADATA or (name in _AS and bool(args) and type(args[0]) is not Released)
+    return name in _METADATA or (name in _AS and bool(args) and not isinstance(args[0], Guarded))
 
 
 def _by_shape(

@@ -22,6 +22,7 @@ import xxhash
 
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.ranks.group import ALONE, Ranks, open_ranks
+from infinity.ranks.mesh import DataOfMesh, MeshRanks, open_mesh
 from infinity.units.pipelines import stage_that_runs
 
 _CURE = (
@@ -33,8 +34,11 @@ _CURE = (
 class Stages:
     """See [Note: stages]. A model that is whole is one stage."""
 
-    def __init__(self, ranks: Ranks = ALONE, *, durable: bool = False) -> None:
-        """Know the stages that `ranks` connects, one of each. durable: whether steps are committed."""
+    def __init__(self, ranks: Ranks = ALONE, *, durable: bool = False, mesh: MeshRanks | None = None) -> None:
+        """Know the stages that `ranks` connects, one of each. durable: whether steps are committed. mesh: the
+        ranks that have parts of the same stage.
+        """
+        self.mesh = mesh or MeshRanks()
         self._ranks = ranks
         self._durable = durable
         self._alone: str | None = None
@@ -129,11 +133,13 @@ def open_with_stages(
     """Connect the ranks that share an engine's parameters, and those that have the other stages of a
     pipeline;
     without a process_group each rank has its stages for itself. They divide their machine's memory and
-    drives.
+    drives. process_group: also a DataOfMesh, whose other ranks are connected as well.
 
     Raises: ConfigError for groups that do not cross in this rank alone, and for durable runs of several
     stages.
     """
+    if isinstance(process_group, DataOfMesh):
+        return _open_with_mesh(process_group, pipeline_group, device, timeout_s, durable=durable)
     if pipeline_group is None:
         return open_ranks(process_group, device, timeout_s), Stages(durable=durable)
     if process_group is not None:
@@ -160,3 +166,31 @@ def open_with_stages(
     ranks.share_machine(others)
     ranks.closing.append(others.close)
     return ranks, Stages(others, durable=durable)
+
+
+def _open_with_mesh(
+    of: DataOfMesh, pipeline_group: Any, device: str, timeout_s: float, *, durable: bool
+) -> tuple[Ranks, Stages]:
+    """Connect the ranks of a mesh, and those that have the other stages of a pipeline, if there is one."""
+    if durable and len(of.beside) > 1:
+        raise ConfigError(
+            "durable=True with a mesh: the ranks that share data commit their steps, and those along "
+            f"{of.names} might be a step ahead after a crash. Leave it out, and save with "
+            "torch.distributed.checkpoint, to which model.state_dict() gives DTensors"
+        )
+    ranks, mesh = open_mesh(of, device, timeout_s)
+    if pipeline_group is None:
+        return ranks, Stages(durable=durable, mesh=mesh)
+    others = open_ranks(pipeline_group, device, timeout_s)
+    both = sorted({*of.data, *of.beside} & {*others.members})
+    wrong = (
+        f"mesh and pipeline_group have ranks {both} in common. mesh is of the ranks that share a stage "
+        '(mesh["dp", "tp"]), pipeline_group of one rank of each stage (mesh["pp"])'
+    ) * (len(both) > 1)
+    if wrong or (durable and others.size > 1):
+        ranks.close()
+        others.close()
+        raise ConfigError(wrong or _NOT_DURABLE)
+    ranks.share_machine(others)
+    ranks.closing.append(others.close)
+    return ranks, Stages(others, durable=durable, mesh=mesh)

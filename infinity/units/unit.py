@@ -36,13 +36,15 @@ from infinity.planning.residence import Residence
 from infinity.records.record import Record
 from infinity.records.updates import PendingUpdates
 from infinity.records.weights import compute_dtype
+from infinity.tensors import is_distributed
 from infinity.units.attached import DATA, Attached, set_changes
 from infinity.units.changes import Changes
-from infinity.units.released import Released, placeholder, release
+from infinity.units.forms import become_all, release
+from infinity.units.released import Released, placeholder
 
 logger = logging.getLogger("infinity")
 _set_data = DATA.__set__
-"""What `restore` and `release` of released.py do, without a call for each parameter: see `attach`."""
+"""What forms.py does, without a call for each ordinary parameter: see `attach`."""
 
 
 class _Opened(NamedTuple):
@@ -65,6 +67,8 @@ class Unit:
         """
         self.index = index
         self.parameters = parameters
+        self.distributed = any(map(is_distributed, parameters))
+        """Whether any parameter is a DTensor: see [Note: distributed parameters] in sharded."""
         self.record = record
         self.base = base
         self.resident_nbytes = record.schema.width * record.unit_layout.numel
@@ -270,7 +274,9 @@ class Unit:
         nn.Parameters.
         """
         kind = nn.Parameter if aside else Attached
-        for parameter, values in zip(self.parameters, self._views, strict=True):
+        if self.distributed:
+            become_all(self.parameters, "plain" if aside else "attached", self._views)
+        for parameter, values in () if self.distributed else zip(self.parameters, self._views, strict=True):
             parameter.__class__ = kind
             _set_data(parameter, values)
         self.changes.begin(self._views)
@@ -278,8 +284,7 @@ class Unit:
 
     def guard(self) -> None:
         """Have `changes` asked, from now on, before an attached parameter is assigned to."""
-        for parameter in self.parameters:
-            parameter.__class__ = Attached
+        become_all(self.parameters, "attached")
 
     def check_is_here(self) -> None:
         """See that this rank has a part of it.
@@ -298,7 +303,9 @@ class Unit:
         """Return the name of a parameter that changed while it was attached, None if none did, when the last
         use ends: `guard` is over.
         """
-        for parameter in self.parameters:
+        if self.distributed:
+            become_all(self.parameters, "plain")
+        for parameter in () if self.distributed else self.parameters:
             parameter.__class__ = nn.Parameter  # each look at an Attached takes torch twice as long
         return self.changes.found()
 
@@ -307,7 +314,10 @@ class Unit:
         saved = self.saved()
         self.attached = self.aside = False  # first: after an interrupt here all of them are attached again
         self.changes.end()
-        for parameter, stand_in in zip(self.parameters, self._opened.placeholders, strict=True):
+        if self.distributed:
+            become_all(self.parameters, "released", self._opened.placeholders)
+        pairs = zip(self.parameters, self._opened.placeholders, strict=True)
+        for parameter, stand_in in () if self.distributed else pairs:
             parameter.__class__ = nn.Parameter
             _set_data(parameter, stand_in)
             parameter.__class__ = Released

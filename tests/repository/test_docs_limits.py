@@ -68,8 +68,8 @@ class Lab:
     def model(self, **settings):
         return self.build(lambda: nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 256)), **settings)
 
-    def owner(self, weight, change=None):
-        return self.build(lambda: Owner(weight, change))
+    def owner(self, weight, change=None, **settings):
+        return self.build(lambda: Owner(weight, change), **settings)
 
     def optimizer(self, kind=infinity.AdamW, *, settings=None, **options):
         return kind(self.model(**settings or {}).parameters(), **options)
@@ -102,10 +102,25 @@ def changed_logits(lab):
     without_logits(lab)[0].logits.div_(2)
 
 
-def distributed_parameter(lab):
-    from torch.distributed.tensor import Replicate, distribute_tensor
+def distributed_parameter(lab, placement="Replicate", **settings):
+    from torch.distributed import tensor
 
-    lab.owner(distribute_tensor(torch.ones(4, 4), mesh("dp"), [Replicate()]))
+    kind = getattr(tensor, placement)()
+    lab.owner(tensor.DTensor.from_local(torch.ones(4, 4), mesh("dp"), [kind], run_check=False), **settings)
+
+
+def parallelized_later(lab):
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = lab.build(lambda: nn.Sequential(nn.Linear(4, 4)), mesh=mesh("tp"), data=())
+    parallelize_module(model, mesh("tp"), {"0": ColwiseParallel()})
+
+
+def mesh_without_names(lab):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh("dp")
+    lab.model(mesh=DeviceMesh("cpu", [0]), data=())
 
 
 def quantising(lab):
@@ -311,7 +326,17 @@ TRIED = {
         partial(generated_in_tiles, past_key_values=transformers.DynamicCache()),
         partial(generated_in_tiles, num_beams=3),
     ],
-    "DTensor parameters": [distributed_parameter],
+    "DTensor parameters without a mesh, of another mesh than that of `Init`, along its data's dimensions, or "
+    "placed as `Partial`": [
+        distributed_parameter,
+        lambda lab: distributed_parameter(lab, "Partial", mesh=mesh("tp"), data=()),
+    ],
+    "a mesh without names, or without the dimension that `data` names; a mesh beside a `process_group`": [
+        mesh_without_names,
+        lambda lab: lab.model(mesh=mesh("dp", "tp"), data="dq"),
+        lambda lab: lab.model(mesh=mesh("dp"), data="dp", process_group=mesh("dp")),
+    ],
+    "making DTensors of a model after `Init`": [parallelized_later],
     "a DeviceMesh of several dimensions as `process_group`": [
         lambda lab: lab.model(process_group=mesh("dp", "tp"))
     ],

@@ -1,0 +1,189 @@
+"""The dimensions of a DeviceMesh: those whose ranks share parameters and state, and those beside them.
+
+[Note: a mesh]
+`Init(mesh=mesh, data="dp")` says along which dimensions ranks have different data: they share the parameters,
+as the ranks of a process_group do. Along the others, *beside* them, ranks have parts of the same tensors
+(DTensors), or copies of them. What is one for the whole model is summed over all of them, and every element
+counted once: the square of a parameter's gradient by the ranks that are first along each dimension on which
+the parameter is replicated. An overflow counts wherever it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from infinity.errors import ConfigError, UnsupportedError
+from infinity.ranks.group import ALONE, Ranks
+from infinity.ranks.groups import placed
+from infinity.tensors import is_distributed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_CURE = 'Init(mesh=mesh, data="dp") says along which dimensions of a DeviceMesh ranks have different data'
+
+
+@dataclass(frozen=True, slots=True)
+class DataOfMesh:
+    """What Init is told of a mesh: the ranks of the world along its dimensions, seen from this one."""
+
+    names: tuple[str, ...]
+    """Of the dimensions beside the data's."""
+    along: tuple[tuple[int, ...], ...]
+    """For each of these, the ranks of the world that differ from this one along it alone."""
+    data: tuple[int, ...]
+    """The ranks that share data and state."""
+    beside: tuple[int, ...]
+    """The ranks that differ from this one along the other dimensions."""
+
+
+def data_of_mesh(mesh: DeviceMesh, data: str | Sequence[str] | None) -> DataOfMesh:
+    """Return the ranks along the dimensions of `mesh`, of which those named by `data` share data.
+
+    Raises: ConfigError for a mesh without names, for a name that it lacks, and where this rank is not in it.
+    """
+    names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
+    if not names:
+        raise ConfigError(
+            f"mesh={mesh}: expected a DeviceMesh whose dimensions have names, as init_device_mesh(..., "
+            'mesh_dim_names=("dp", "tp")) makes it'
+        )
+    if data is None:
+        raise ConfigError(
+            f"mesh has the dimensions {names}: say along which of them ranks have different data, "
+            f"data={names[0]!r}, or a tuple of names; data=() if they all have the same"
+        )
+    chosen = (data,) if isinstance(data, str) else tuple(data)
+    missing = [one for one in chosen if one not in names]
+    if missing or len({*chosen}) < len(chosen):
+        raise ConfigError(f"data={data!r}: the mesh has the dimensions {names}; name each one once")
+    place = mesh.get_coordinate()
+    if place is None:
+        raise ConfigError(f"rank {dist.get_rank()} of the world is not in the mesh {mesh}")
+    return _seen_from(mesh.mesh, place, names, chosen)
+
+
+def _seen_from(
+    ranks: torch.Tensor, place: Sequence[int], names: tuple[str, ...], chosen: tuple[str, ...]
+) -> DataOfMesh:
+    """Return the ranks along the dimensions of a mesh, seen from the rank at `place`."""
+
+    def along(free: Sequence[str]) -> tuple[int, ...]:
+        at = tuple(slice(None) if name in free else number for name, number in zip(names, place, strict=True))
+        found: list[int] = ranks[at].reshape(-1).tolist()
+        return tuple(sorted(found))
+
+    others = tuple(one for one in names if one not in chosen)
+    return DataOfMesh(others, tuple(along([one]) for one in others), along(chosen), along(others))
+
+
+class MeshRanks:
+    """The ranks beside those that share an engine's data: see [Note: a mesh]; none where there is no mesh."""
+
+    def __init__(self, of: DataOfMesh | None = None, ranks: Ranks = ALONE) -> None:
+        """Know the ranks beside this one, which `ranks` connects."""
+        self._of = of
+        self.ranks = ranks
+
+    @property
+    def several(self) -> bool:
+        """Whether there are ranks beside."""
+        return self.ranks.size > 1
+
+    def totals(self, values: Sequence[float], what: str) -> list[float]:
+        """Return the sums over the ranks beside, added in their order; each gives what `share` said."""
+        if not self.several:
+            return list(values)
+        what = f"{what} over the mesh"
+        self.ranks.agree(f"{what}, of {len(values)}")
+        return self.ranks.totals(values, what)
+
+    def totals_of(self, values: Sequence[float], of: Sequence[torch.Tensor], what: str) -> list[float]:
+        """Return the sums, as `totals`, of what this rank has for each of the parameters `of`."""
+        return self.totals([self.share(*pair) for pair in zip(values, of, strict=True)], what)
+
+    def share(self, value: float, parameter: torch.Tensor) -> float:
+        """Return what this rank adds to a sum for a parameter, of which it has `value`: nothing where another
+        rank adds the same, unless it is not finite.
+        """
+        return value if self._counts(parameter) or not math.isfinite(value) else 0.0
+
+    def _counts(self, parameter: torch.Tensor) -> bool:
+        if self._of is None or not self.several:
+            return True
+        rank, cut = dist.get_rank(), set[tuple[int, ...]]()
+        if is_distributed(parameter):
+            mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+            cut = {_members(mesh, number) for number, one in enumerate(placements) if not one.is_replicate()}
+        return all(members in cut or members[0] == rank for members in self._of.along)
+
+    def check(self, what: str, parameter: torch.Tensor) -> None:
+        """Check a parameter that is a DTensor.
+
+        Raises: UnsupportedError for one that is not of this mesh, or is placed as none can be kept.
+        """
+        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        if self._of is None:
+            raise UnsupportedError(
+                f"{what} is a DTensor, as {placements} on {mesh}, and Init knows no mesh. {_CURE}"
+            )
+        for number, one in enumerate(placements):
+            if not (one.is_shard() or one.is_replicate()):
+                raise UnsupportedError(
+                    f"{what} is a DTensor placed as {one} along dimension {number} of {mesh}: a parameter "
+                    "is kept as Shard or Replicate. redistribute(placements=[Replicate()]) sums the parts"
+                )
+            members = _members(mesh, number)
+            if len(members) > 1 and members not in self._of.along:
+                raise UnsupportedError(
+                    f"{what} is a DTensor on {mesh}, whose dimension {number} has the ranks {list(members)} "
+                    f"of the world, and beside its data's the mesh of Init has {self._described()}. All "
+                    'parameters are on that mesh: give parallelize_module its dimension, such as mesh["tp"]; '
+                    "along the data's dimensions Infinity divides them by itself"
+                )
+
+    def check_whole(self, what: str) -> None:
+        """Check that the ranks that share data have the whole model, as `what` needs.
+
+        Raises: UnsupportedError where other ranks of the mesh have parts of it.
+        """
+        if self._of is not None and self.several:
+            raise UnsupportedError(
+                f"{what}: the model is on a mesh, whose ranks along {self._of.names} have parts of it as "
+                "DTensors, and each group of ranks that share data would write its own in the same place. "
+                "Save model.state_dict() and optimizer.state_dict(), which have DTensors, with "
+                "torch.distributed.checkpoint, and load them by load_state_dict"
+            )
+
+    def _described(self) -> str:
+        if self._of is None or not self._of.names:
+            return "no dimension"
+        pairs = zip(self._of.names, self._of.along, strict=True)
+        return ", ".join(f"{name!r} of ranks {list(ranks)}" for name, ranks in pairs)
+
+
+def _members(mesh: DeviceMesh, number: int) -> tuple[int, ...]:
+    """Return the ranks of the world that differ from this one along a dimension of a mesh alone."""
+    return tuple(sorted(dist.get_process_group_ranks(mesh.get_group(number))))
+
+
+def _opened(members: Sequence[int], device: str, timeout_s: float) -> Ranks:
+    """Connect these ranks of the world, of which this process is one."""
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    return Ranks(members, list(members).index(dist.get_rank()), backend, timeout_s, placed(device))
+
+
+def open_mesh(of: DataOfMesh, device: str, timeout_s: float) -> tuple[Ranks, MeshRanks]:
+    """Connect the ranks that share data, and those beside. All of them divide their machine's memory."""
+    ranks = _opened(of.data, device, timeout_s)
+    beside = _opened(of.beside, device, timeout_s)
+    if beside.size > 1:
+        ranks.share_machine(beside)
+        ranks.closing.append(beside.close)
+    return ranks, MeshRanks(of, beside)

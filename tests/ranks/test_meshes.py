@@ -1,0 +1,147 @@
+"""Models whose parameters are DTensors, on a mesh of data and tensor dimensions: real processes over gloo.
+What they do is in mesh_run.py.
+
+Losses, weights and moments are compared bit for bit with the same parallel model in memory. Nothing is faked.
+"""
+
+import functools
+import json
+
+import pytest
+
+from launches import forked
+from places import SUPPORT
+
+EXACT = ["bf16, tight, clip_grad_norm_, checkpointed", "fp32, replicated, taken in, looked at, max_norm"]
+MORE = [
+    "bf16, checkpointed, accumulated, tight",
+    "bf16, looked at, tight, in the backward",
+    "bf16, stage 1, max_norm",
+    "fp32, frozen, tight",
+    "fp32, tied, tight, max_norm",
+    "fp32, tight, clip_grad_norm_, accumulated",
+    "Llama, fp32, clip_grad_norm_",
+    "Llama, bf16, tight, max_norm",
+    "Mistral, bf16, tight",
+]
+DIVIDED = [
+    "fp32, tight, max_norm",
+    "bf16, tight, clip_grad_norm_, checkpointed",
+    "bf16, accumulated, max_norm",
+    "fp32, replicated, taken in, looked at, clip_grad_norm_",
+    "bf16, stage 1, max_norm",
+]
+LAUNCHES = {
+    "tp 2": (2, 1, [*EXACT, "wrong", "states", "overflow"]),
+    "more": (2, 1, [*MORE, "saved by dcp", "reduced by hand"]),
+    "dp 2 x tp 2": (4, 2, [*DIVIDED, "wrong", "states", "overflow", "saved by dcp"]),
+}
+"""Ranks, how many of them have different data, and cases of each launch."""
+
+pytestmark = [pytest.mark.multi, pytest.mark.disk]
+
+
+def of(*cases, first="tp 2"):
+    """Return launches with each of their cases that is asked for, as parameters; those that train without."""
+    return [
+        pytest.param(launch, case, id=f"{launch}: {case}", marks=[] if launch == first else pytest.mark.slow)
+        for launch, (_, _, known) in LAUNCHES.items()
+        for case in known
+        if case in cases or (not cases and ("fp32" in case or "bf16" in case))
+    ]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """Return a function that says what each rank of a launch answers in a case."""
+
+    @functools.cache
+    def all_of(launch):
+        ranks, data, cases = LAUNCHES[launch]
+        folder = tmp_path_factory.mktemp("mesh")
+        forked(ranks, SUPPORT / "mesh_run.py", folder, data, *cases)
+        return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+
+    def answer(launch, case):
+        given = [one[case] for one in all_of(launch)]
+        assert [one["trace"] for one in given if "trace" in one] == []
+        return given
+
+    return answer
+
+
+@pytest.mark.parametrize(("launch", "case"), of())
+def test_a_parallel_model_trains_bit_for_bit_as_in_memory(answers, launch, case):
+    given = answers(launch, case)
+    assert [one["different"] for one in given] == [[]] * len(given)
+    if "tight" in case:
+        assert min(one["nvme"] for one in given) > 0
+
+
+@pytest.mark.parametrize(("launch", "case"), [one for one in of() if "norm" in one.values[1]])
+def test_every_rank_has_the_norm_of_the_whole_model(answers, launch, case):
+    given = answers(launch, case)
+    assert len({str(one["norms"]) for one in given}) == 1
+    assert max(one["norms differ"] for one in given) < 1e-12
+    if "max_norm" in case:
+        assert all(one["norms"][0] == one["norms"][1] for one in given)
+
+
+@pytest.mark.parametrize(("launch", "case"), of("wrong"))
+def test_what_no_mesh_can_have_is_refused_by_name_on_all_ranks(answers, launch, case):
+    for one in answers(launch, case):
+        assert one["partial"].startswith("UnsupportedError: Holder.part0 is a DTensor placed as P")
+        assert "whose dimension 0 has the ranks" in one["two meshes"]
+        assert "along the data's dimensions Infinity divides them by itself" in one["over data"]
+        assert "Holder.part0 is a DTensor" in one["no mesh"]
+        assert "Init knows no mesh" in one["no mesh"]
+        assert one["missing"].startswith("ConfigError: data='dq': the mesh has the dimensions ('dp', 'tp')")
+        assert one["not said"].startswith("ConfigError: mesh has the dimensions ('dp', 'tp')")
+        assert one["twice"].startswith("ConfigError: data=('dp', 'dp')")
+        assert one["without"].startswith("ConfigError: Init(data='dp') goes with mesh=")
+        assert one["both"].startswith("ConfigError: Init(data='dp') goes with mesh=")
+        assert "whose dimensions have names" in one["unnamed"]
+        assert one["durable"].startswith("ConfigError: durable=True with a mesh")
+        assert one["pipeline"].startswith("ConfigError: mesh and pipeline_group have ranks [")
+        assert "Muon needs the whole matrix" in one["muon"]
+
+
+@pytest.mark.parametrize(("launch", "case"), of("wrong"))
+def test_uses_of_a_distributed_parameter_that_would_be_lost_are_refused(answers, launch, case):
+    for one in answers(launch, case):
+        assert "what is given for it an ordinary tensor" in one["assigned"]
+        assert "what is given for it an ordinary tensor" in one["plain state"]
+        for call in ("save", "load", "save_pretrained"):
+            assert one[call].startswith(
+                "UnsupportedError: a checkpoint, or an export: the model is on a mesh"
+            )
+        assert one["released"].startswith("NotResidentError: parameter 'part0' is not resident")
+        assert one["in place"].startswith("NotResidentError: parameter 'part0' is not resident")
+        assert "inside `with infinity.Init(mesh=" in one["parallelized later"]
+
+
+@pytest.mark.parametrize(("launch", "case"), of("states"))
+def test_state_of_distributed_parameters_is_distributed(answers, launch, case):
+    for one in answers(launch, case):
+        assert one["problems"] == []
+        assert one["in place"].startswith("UnsupportedError: zero_() on a copy of an optimizer's state")
+        assert one["unwritten"].startswith("UnsupportedError: head.weight was changed inside")
+
+
+@pytest.mark.parametrize(("launch", "case"), of("overflow"))
+def test_an_overflow_of_one_rank_leaves_the_step_out_on_all(answers, launch, case):
+    for one in answers(launch, case):
+        assert one == {"scales": [256.0, 128.0, 128.0, 256.0], "steps": [3]}
+
+
+@pytest.mark.parametrize(("launch", "case"), of("saved by dcp"))
+def test_checkpoints_of_torch_have_the_whole_model(answers, launch, case):
+    for one in answers(launch, case):
+        assert one == {"lost": [], "goes on": True}
+
+
+@pytest.mark.parametrize(("launch", "case"), of("reduced by hand"))
+def test_a_collective_on_an_offloaded_gradient_is_refused(answers, launch, case):
+    for one in answers(launch, case):
+        assert "UnsupportedError" in one["error"]
+        assert "a collective of torch.distributed on an offloaded gradient" in one["error"]
