@@ -30,7 +30,7 @@ _DTYPES = {
 _STATE_DTYPES = ("fp32", "bf16", "int8")
 _OFFLOADS = (None, "host", "nvme")
 _EXPERTS = ("slices", "whole")
-_UNITS = ("module", "block")
+_UNITS = ("auto", "module", "block")
 _FROZEN = (None, "int8", "nf4")
 VERIFY = ("always", "sample", "off")
 _EVERY = re.compile(r"every (?:(\d{1,9}) steps|step)")
@@ -134,7 +134,7 @@ class Config:
     state_dtype: str = "fp32"
     tile_above: int | str | None = None
     experts: str = "slices"
-    units: str = "module"
+    units: str = "auto"
     frozen_dtype: str | None = None
     stage: int = 3
     gather_bucket: int | str = DEFAULT

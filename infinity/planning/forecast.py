@@ -211,7 +211,7 @@ class _Walk(Residency[_Unit, SimulatedPass]):
     ) -> None:
         gathered = any(moves.gathered_nbytes for moves in units)
         self._clock = Clock(rates)
-        lane = SimulatedLane(self._clock, limits.slots, inline=limits.on_host)
+        lane = SimulatedLane(self._clock, limits.slots, inline=limits.on_host, apart=not limits.on_host)
         super().__init__(_Window(limits.window_nbytes), lane, on_host=limits.on_host, in_order=gathered)
         self._lane: SimulatedLane = lane
         self.units = [_Unit(index, moves) for index, moves in enumerate(units)]
@@ -371,13 +371,16 @@ class _Walk(Residency[_Unit, SimulatedPass]):
         moves, rates = unit.moves, self._rates
         wide = 1 if written else _WIDE_NBYTES // moves.width
         tiles = max(1, math.ceil(moves.numel / (self._tile_numel * wide)))
+        computes = updated > 0 or (written > 0 and not uploads)
+        if computes and not (read or written):
+            tiles = 1  # what lies in memory is updated in one call
         work_s = updated / rates.update + (read + written) / rates.checked
         self._moved["read"] += read
         self._moved["written"] += written
         asked_s = rates.request_s * self._requests(moves, read, written, updated)
         upload = self._uploading(unit, tiles) if uploads else None
         of_tile = read / tiles, work_s / tiles, written / tiles
-        return SimulatedPass(unit.index, tiles, *of_tile, asked_s, arriving, upload)
+        return SimulatedPass(unit.index, tiles, *of_tile, asked_s, arriving, upload, computes=computes)
 
     def _uploading(self, _unit: _Unit, _tiles: int) -> Callable[[], Moment] | None:
         """Return what begins to bring one of a unit's tiles to an accelerator."""
