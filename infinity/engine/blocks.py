@@ -1,9 +1,9 @@
 """Blocks of a model, and which of their modules share a unit: see [Note: units of blocks].
 
 [Note: units of blocks]
-A unit is a module's own parameters, unless these are small. Then the modules in a block share one. A block is
-a member of a ModuleList, ModuleDict or Sequential, the outermost that is small enough (see block_size in
-planning, and Config(units=...)): a layer of a transformer, or a stage of a convolutional network. Its forward holds
+A unit is a module's own parameters, unless Config(units=...) lets the modules in a small block share one. A
+block is a member of a ModuleList, ModuleDict or Sequential, the outermost that is small enough (see
+block_size in planning): a layer of a transformer, or a stage of a convolutional network. Its forward holds
 the unit of all of them, and they are not followed one by one: see [Note: covered modules] in
 autograd/hooks.py.
 

@@ -10,10 +10,10 @@ block has at most LEAST_NBYTES of tile_size, the size from which on a weight is 
 sixteenth of each budget: half of what gradients on their way have at least (see budget), so that those of
 one block leave while the next block's come.
 
-Where nobody has said what units are to be, a block is one only if its fetch takes no longer than the uses
-that it saves. One use takes about 100 µs of the computing thread (infinity.bench.engine.overhead), in which a
-drive of 2.6 GB/s reads USE_NBYTES. This is a constant and no drive's own speed: ranks, and a run that goes on
-on another machine, are to have the same units.
+With units="auto" a block is one only if, besides, its fetch takes no longer than the uses that it saves. One
+use takes about 100 µs of the computing thread (infinity.bench.engine.overhead), in which a drive of 2.6 GB/s
+reads USE_NBYTES. This is a constant and no drive's own speed: ranks, and a run that goes on on another
+machine, are to have the same units.
 """
 
 from __future__ import annotations

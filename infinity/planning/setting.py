@@ -31,7 +31,7 @@ class Setting:
     """That share one machine: its NVMe, and its memory."""
     durable: bool = False
     """Whether steps are committed, which keeps every record twice."""
-    units: str = "auto"
+    units: str = "module"
     """What is fetched and used together: see Config."""
     method: Method = field(default_factory=Method)
     """How activations are kept, and of how many tokens."""

@@ -7,8 +7,8 @@ other at a speed that depends on who else is busy: a disk that reads and writes 
 each; cores that compute and update at once do either at some share of its speed. What the lane does for each
 request of a tile ("asking": Python, and waking the disk's thread) is a server of its own: it disturbs
 computing otherwise than updates do. Where an accelerator computes, its link is two servers, "up" and "down",
-and the thread that launches its work one more, "launch" (see simulated_device). Time jumps to whatever ends
-next.
+and the thread that launches its work one more, "launch" (see simulated_device); "work" is then the thread
+that computes updates, and "handling" the lane's. Time jumps to whatever ends next.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from infinity.planning.bottleneck import Speed
 from infinity.planning.moments import NOW, Moment
 from infinity.planning.queue import Job, Queue, QueuedPass
 
+GIVEN_TILES = 2
+"""That a thread which computes has at once; what waits behind them is put in order."""
 LEFT_TO_FETCHES = 4
 """One slot in so many is left to passes that do not compute, where there are several; see lane/lane.py."""
 SERVERS = ("read", "write", "asking", "handling", "work", "link", "compute", "launch", "up", "down")
@@ -170,21 +172,27 @@ class SimulatedPass(QueuedPass[int]):
         upload: Callable[[], Moment] | None = None,
         *,
         computes: bool = False,
+        deferrable: bool = False,
     ) -> None:
         """tiles: how many. The rest is of each tile; asked_s: the lane's time for its requests. arriving:
         what the lane's thread waits for before it works on one. upload: begins to bring one to a device.
-        computes: see QueuedPass.
+        computes, deferrable: see QueuedPass.
         """
         super().__init__(unit)
         self.read_nbytes, self.work_s, self.written_nbytes = read_nbytes, work_s, written_nbytes
         self.asked_s, self.arriving, self.upload = asked_s, arriving, upload
         self.tile_count = tiles
-        self._computes = computes
+        self._computes, self._deferrable = computes, deferrable
 
     @property
     def computes(self) -> bool:
         """See QueuedPass."""
         return self._computes
+
+    @property
+    def deferrable(self) -> bool:
+        """See QueuedPass."""
+        return self._deferrable
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Number them: what they hold is all the same."""
@@ -221,6 +229,8 @@ class SimulatedLane:
         self._count = self._free = slots
         self._held = 0
         """Slots of tiles of passes that compute."""
+        self._given = 0
+        """Tiles that the thread that computes has."""
         self._inline, self._apart = inline, apart
         self._inline_s = 0.0
         self._queue: Queue[SimulatedPass] = Queue()
@@ -268,6 +278,8 @@ class SimulatedLane:
 
     def wait(self, job: Job) -> None:
         """Let the time pass until `job` is done."""
+        if self._apart and isinstance(job, SimulatedPass):
+            self._queue.promote(job.record)
         self._clock.run_until(lambda: job.done)
 
     def promote(self, record: int) -> None:
@@ -301,17 +313,21 @@ class SimulatedLane:
 
     def _next(self) -> _SimulatedTile | None:
         """Take the oldest tile whose pass need not wait for gradients, if there is one; beside a thread that
-        computes, one whose reads are over.
+        computes, one whose reads are over, or what that is to do next if it has little to do.
         """
-        waiting: set[SimulatedPass] = set()
-        for index, tile in enumerate(self._reading):
-            if tile.owner in waiting:
-                continue
-            if tile.ready and (tile.read or not self._apart):
-                del self._reading[index]
-                return tile
-            waiting.add(tile.owner)
-        return None
+        seen: set[SimulatedPass] = set()
+        chosen: _SimulatedTile | None = None
+        for tile in self._reading:
+            if tile.owner not in seen and tile.ready and (tile.read or not self._apart):
+                if not (self._apart and tile.owner.computes):
+                    chosen = tile
+                    break
+                if self._given < GIVEN_TILES and (chosen is None or tile.owner.is_sooner_than(chosen.owner)):
+                    chosen = tile
+            seen.add(tile.owner)
+        if chosen is not None:
+            self._reading.remove(chosen)
+        return chosen
 
     def _take(self, tile: _SimulatedTile) -> None:
         """Have a tile worked on, now or as soon as it is read."""
@@ -364,10 +380,12 @@ class SimulatedLane:
             self._clock.serve("handling", tile.owner.work_s, worked)
         else:
             self._awaited = None  # the lane's thread goes on
+            self._given += 1
             self._clock.serve("work", tile.owner.work_s, worked)
 
     def _worked(self, tile: _SimulatedTile) -> None:
         job = tile.owner
+        self._given -= self._apart and job.computes
         self._writing.append(tile)
         if job.upload is not None:
             tile.uploaded = job.upload()

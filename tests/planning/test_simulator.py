@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from infinity.planning.moments import Moment
+from infinity.planning.moments import NOW, Moment
 from infinity.planning.simulator import Clock, Disk, Rates, SimulatedLane, SimulatedPass
 
 DISK = Disk(read=10.0, write=5.0, mixed=8.0)
@@ -163,11 +163,13 @@ def test_a_slot_is_free_when_its_upload_is_over_though_an_older_one_is_not():
 
 
 def computing(unit, work_s, **more):
-    return SimulatedPass(unit, 1, more.pop("read", 0.0), work_s, more.pop("written", 0.0), computes=True, **more)
+    return SimulatedPass(
+        unit, 1, more.pop("read", 0.0), work_s, more.pop("written", 0.0), computes=True, **more
+    )
 
 
-def fetching(unit, upload=Moment(over=True)):
-    return SimulatedPass(unit, 1, 10.0, 1.0, 0.0, upload=lambda: upload)
+def fetching(unit):
+    return SimulatedPass(unit, 1, 10.0, 1.0, 0.0, upload=lambda: NOW)
 
 
 def ends(jobs, slots=4, **lane):
@@ -211,3 +213,19 @@ def test_a_fetch_behind_one_that_is_busy_does_not_hold_up_others():
         lane.submit(job)
     run(clock)
     assert seen == [(1, 2.0), (0, 9.0), (0, 10.0)]
+
+
+def test_of_updates_in_the_backward_the_newest_comes_first_and_what_is_waited_for_before_it():
+    def order(**kind):
+        clock, seen = Clock(Rates(DISK, shared=False)), []
+        lane = SimulatedLane(clock, 4, apart=True)
+        jobs = [computing(number, 1.0, **kind) for number in range(6)]
+        for job in jobs:
+            job.call_when_done(lambda job=job: seen.append(job.record))
+            lane.submit(job)
+        lane.wait(jobs[3])
+        run(clock)
+        return seen
+
+    assert order() == [0, 1, 3, 2, 4, 5]
+    assert order(deferrable=True) == [0, 1, 3, 5, 4, 2]
