@@ -56,7 +56,7 @@ class Block(NamedTuple):
     """Modules with parameters that share a unit, two or more in each."""
 
 
-class Candidate(NamedTuple):
+class PossibleBlock(NamedTuple):
     """A module that would be a block, if it is small enough."""
 
     nbytes: int
@@ -69,7 +69,7 @@ class Candidate(NamedTuple):
         return sum(map(len, self.groups)) - len(self.groups)
 
 
-Chooses = Callable[[Candidate], bool]
+Chooses = Callable[[PossibleBlock], bool]
 """Says which modules are blocks."""
 
 
@@ -130,7 +130,7 @@ def blocks_of(
                 continue
             kinds = {one: kind_of(one) for one in child.parameters()}
             groups = _groups(parts, kinds, users)
-            if groups and chosen(Candidate(sum(_nbytes(*item) for item in kinds.items()), groups)):
+            if groups and chosen(PossibleBlock(sum(_nbytes(*item) for item in kinds.items()), groups)):
                 within.update(owners)
                 found.append(Block(f"{prefix}.{name}" if prefix else name, child, groups))
     return found

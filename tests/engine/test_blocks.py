@@ -365,7 +365,7 @@ def test_a_durable_run_goes_on_with_the_units_that_it_began_with(folder, first, 
 @pytest.mark.disk
 def test_a_durable_run_of_which_other_parts_are_frozen_is_refused_by_name(folder):
     def run(frozen):
-        with Init(nvme=folder, host_memory="2MiB", durable=True):
+        with Init(nvme=folder, host_memory="2MiB", units="block", durable=True):
             model = Stack(frozen=frozen)
         return model, AdamW([one for one in model.parameters() if one.requires_grad])
 
