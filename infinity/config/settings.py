@@ -75,9 +75,9 @@ class Config:
     units: what is fetched, used and released together: "module": each module's own parameters; "block": those
         of all modules in a block, such as a layer of a transformer, where it is small enough (8 MiB as it
         computes, and a sixteenth of each budget); "auto": where moreover its fetch takes no longer than the
-        uses that it saves (256 KiB for each). With small blocks a step calls less of Python, and moves
-        larger pieces; results are the same. A durable run goes on with the units it began with, whatever this
-        says; checkpoints fit all.
+        uses that it saves (256 KiB for each with `nvme`, 2 MiB without). With small blocks a step calls less
+        of Python, and moves larger pieces; results are the same. A durable run goes on with the units it
+        began with, whatever this says; checkpoints fit all.
     frozen_dtype: weights of linear layers and of experts that are frozen when Init ends, as by
         Init(frozen=True), are quantised once, to a file on NVMe, and read packed from there: "int8" (1.0 B a
         parameter; a scale for each row) or "nf4" (0.52 B; QLoRA's, double quantisation). They compute as

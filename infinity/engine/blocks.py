@@ -81,13 +81,15 @@ def chooses(engine: Engine, named: Iterable[tuple[str, nn.Module]]) -> Chooses:
     most_nbytes = engine.ranks.least(limit, "size blocks")
     if engine.durable is not None and engine.durable.found:
         return by_commit(engine.durable.found[0], named)
-    return by_settings(engine.config.units, most_nbytes)
+    return by_settings(engine.config.units, most_nbytes, nvme=engine.nvme_store is not None)
 
 
-def by_settings(units: str, most_nbytes: int) -> Chooses:
-    """Return what chooses blocks where units are to be `units`: see Config. most_nbytes: of a block."""
+def by_settings(units: str, most_nbytes: int, *, nvme: bool) -> Chooses:
+    """Return what chooses blocks where units are to be `units`: see Config. most_nbytes: of a block. nvme:
+    whether there is an NVMe tier.
+    """
     if units == "auto":
-        return lambda one: one.nbytes <= most_nbytes and worth_sharing(one.nbytes, one.saved_uses)
+        return lambda one: one.nbytes <= most_nbytes and worth_sharing(one.nbytes, one.saved_uses, nvme=nvme)
     return lambda one: units == "block" and one.nbytes <= most_nbytes
 
 

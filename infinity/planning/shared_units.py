@@ -52,7 +52,7 @@ def _is_small(parts: Sequence[UnitOutline], groups: Sequence[Sequence[int]], set
     saved_uses = sum(map(len, groups)) - len(groups)
     if setting.units == "module" or nbytes > block_limit(setting.rank_host_nbytes, setting.device_nbytes):
         return False
-    return setting.units == "block" or worth_sharing(nbytes, saved_uses)
+    return setting.units == "block" or worth_sharing(nbytes, saved_uses, nvme=setting.nvme)
 
 
 def _joined(outline: Outline, leaders: Mapping[int, int]) -> Outline:

@@ -25,14 +25,14 @@ def _repeatable():
         yield
 
 
-def found(model, most_nbytes=1 << 20, units="block"):
+def found(model, most_nbytes=1 << 20, units="block", *, nvme=True):
     """Return, by the names of the blocks of a model, the names in it of the modules that share units."""
 
     def kind(parameter):
         return UnitKind(FP32, in_files=False, trained=parameter.requires_grad)
 
     names = {id(module): name for name, module in model.named_modules()}
-    blocks = blocks_of(list(model.named_modules()), kind, by_settings(units, most_nbytes))
+    blocks = blocks_of(list(model.named_modules()), kind, by_settings(units, most_nbytes, nvme=nvme))
     return {one.name: [[names[id(part)] for part in group] for group in one.groups] for one in blocks}
 
 
@@ -97,6 +97,8 @@ def test_by_default_a_block_is_one_that_is_fetched_in_the_time_of_the_uses_that_
 
     assert found(pair(256), 1 << 30, "auto") == {}
     assert found(pair(255), 1 << 30, "auto") == {"0": [["0.0", "0.1"]]}
+    assert found(pair(256), 1 << 30, "auto", nvme=False) == {"0": [["0.0", "0.1"]]}
+    assert found(pair(725), 1 << 30, "auto", nvme=False) == {}
     assert found(pair(255), 2 * 2 * 255 * 256 - 1, "auto") == found(pair(4), 1 << 30, "module") == {}
 
 

@@ -16,7 +16,7 @@ from models import MODELS
 
 SMALL = llama("small", 4, 64, 192, 256)
 LARGE = llama("large", 2, 1024, 2816, 256)
-ROOM = Setting(64 << 20)
+ROOM = Setting(64 << 20, units="auto")
 
 
 def names(outline, setting=ROOM):
@@ -29,7 +29,7 @@ def test_blocks_are_those_of_a_run(memory, units):
     with Init(host_memory=memory, units=units, device="cpu"):
         model = MODELS["llama"]()
     outline = outline_of_config("llama", model.config.to_dict())
-    assert sorted(names(outline, Setting(memory, units=units))) == sorted(
+    assert sorted(names(outline, Setting(memory, nvme=False, units=units))) == sorted(
         unit.name for unit in engine_of_model(model).units
     )
 
@@ -43,15 +43,16 @@ def test_a_blocks_unit_has_the_shapes_and_the_operations_of_its_parts():
 
 
 def test_a_block_that_is_fetched_for_longer_than_its_modules_are_followed_stays_in_modules_unless_asked_for():
-    roomy = Setting(1 << 30)
+    roomy = Setting(1 << 30, units="auto")
     assert len(names(LARGE, roomy)) == len(LARGE.parts)
     half = llama("half", 2, 256, 1100, 256)
     assert len(names(half, roomy)) == len(half.parts)
     assert "model.layers.1" in names(half, replace(roomy, units="block"))
+    assert "model.layers.1" in names(half, replace(roomy, nvme=False))
 
 
 def test_a_block_is_small_beside_each_budget():
-    assert len(names(SMALL, Setting(1 << 20))) == len(SMALL.parts)
+    assert len(names(SMALL, Setting(1 << 20, units="auto"))) == len(SMALL.parts)
     assert len(names(SMALL, replace(ROOM, device_nbytes=1 << 20))) == len(SMALL.parts)
 
 
