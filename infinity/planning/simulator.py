@@ -297,9 +297,9 @@ class SimulatedLane:
     def _turn(self) -> None:
         """Do what the lane's thread does until it has to wait: reap, admit, and work on the oldest tile."""
         while self._awaited is None:
-            for tile in [one for one in self._writing if one.over]:
-                self._writing.remove(tile)
-                self._over(tile)
+            for ended in [one for one in self._writing if one.over]:
+                self._writing.remove(ended)
+                self._over(ended)
             self._admit()
             tile = self._next()
             if tile is not None:
