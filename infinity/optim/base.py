@@ -148,12 +148,11 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
                 loss = closure()
         for engine in self._engines.values():
             engine.arrivals.finish_backward()
-        with torch._C.DisableTorchFunctionSubclass():  # of many slices few have one: none is asked for the rest
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # of many slices few have one: none is asked for the rest
             having = [
-                (group, one)
-                for group in self.param_groups
-                for one in group["params"]
-                if one.grad is not None
+                (group, one) for group in self.param_groups for one in group["params"] if one.grad is not None
             ]
         found = [
             (group, one, gradient)

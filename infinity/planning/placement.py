@@ -223,10 +223,8 @@ def revise(
     candidates: Sequence[Candidate],
     budget: PlacementBudget,
     horizon_steps: int = HORIZON_STEPS,
-    in_host: Iterable[Key] | None = None,
 ) -> Revision:
-    """Return how to change a placement, if that pays within `horizon_steps`, or if it no longer fits. in_host:
-    what `densest` has chosen, where there is no device; `candidates` are these then, and what is placed.
+    """Return how to change a placement, if that pays within `horizon_steps`, or if it no longer fits.
 
     The moves are in an order that never needs more than the budget allows: first out, then in. See
     [Note: hysteresis].
@@ -236,17 +234,25 @@ def revise(
     sizes = {candidate.key: candidate for candidate in candidates}
     if unknown := sorted(old.keys() - sizes.keys()):
         raise ValueError(f"placed, but no candidate: {unknown}; give every field that is placed as one")
-    new: Placement = MappingProxyType(dict.fromkeys(in_host or (), "host"))
-    if in_host is None:
-        new = place(candidates, budget, old, horizon_steps)
+    new = place(candidates, budget, old, horizon_steps)
     moves = _moves(old, new, sizes, budget)
+    gain = _saved(new, candidates, budget) - _saved(old, candidates, budget) if moves else 0.0
+    fits = not moves or _fits(old, candidates, budget)
+    return decided(old, new, moves, gain, horizon_steps, fits=fits)
+
+
+def decided(
+    old: Placement, new: Placement, moves: tuple[Move, ...], gain: float, horizon_steps: int, *, fits: bool
+) -> Revision:
+    """Return `new` if that pays within `horizon_steps`, or if `old` no longer fits, else `old`; and why. gain:
+    NVMe bytes that it saves more in a step.
+    """
     if not moves:
         return Revision(old, (), f"as before: {len(old)} fields placed")
     cost = sum(move.cost_nbytes for move in moves)
-    gain = _saved(new, candidates, budget) - _saved(old, candidates, budget)
     what = f"{len(moves)} moves of {format_size(sum(move.nbytes for move in moves))}"
     saves = f"saving {format_size(gain)} a step"
-    if not _fits(old, candidates, budget):
+    if not fits:
         return Revision(new, moves, f"{what}, since there is less room than before; {saves}")
     if gain * horizon_steps <= cost:
         why = f"{what}, {saves}, would not pay within {horizon_steps} steps"

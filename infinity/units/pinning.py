@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from types import MappingProxyType
@@ -30,8 +30,8 @@ from types import MappingProxyType
 from infinity.lane.lane import StreamLane
 from infinity.lane.passes import LeavePass
 from infinity.planning.admission import Admission
-from infinity.planning.densest import densest
 from infinity.planning.frequency import Frequencies
+from infinity.planning.many_slices import revise_in_host
 from infinity.planning.placement import (
     HORIZON_STEPS,
     REVISED_EVERY,
@@ -239,13 +239,8 @@ class Pins:
         if self._tier is None and self._nvme is not self._host and fields.nbytes.all():
             packed = self._packed_nbytes if self._packs else None
             columns = fields.columns(expected, self._placement, packed)
-            rows = densest(columns, budget.host_nbytes, budget.gradient_nbytes, horizon_steps)
-            chosen = [fields.keys[row] for row in rows.tolist()]
-            known = {*chosen, *self._placement}
-            units = [self._units[unit] for unit in sorted({unit for unit, _ in known})]
-            few = [one for one in self._candidates(expected, units) if one.key in known]
-            return revise(self._placement, few, budget, horizon_steps, chosen)
-        candidates = list(self._candidates(expected, self._units))
+            return revise_in_host(self._placement, fields.keys, columns, budget, horizon_steps)
+        candidates = list(self._candidates(expected))
         if records is None:
             return revise(self._placement, candidates, budget, horizon_steps)
         old = {key: tier for key, tier in self._placement.items() if key[0] not in records}
@@ -379,9 +374,9 @@ class Pins:
         self._lower([unit for unit in self._units if unit.index in there])
         self._lodge(moves=False)
 
-    def _candidates(self, expected: Frequencies, units: Iterable[Unit]) -> Iterator[Candidate]:
-        """Every field of `units`, with what a step, or a round, is expected to read and write of it."""
-        for unit in units:
+    def _candidates(self, expected: Frequencies) -> Iterator[Candidate]:
+        """Every field, with what a step, or a round, is expected to read and write of it."""
+        for unit in self._units:
             fetches = expected.fetches(unit.index)
             updates = expected.updates(unit.index)
             rises = self._tier is not None and updates > 0

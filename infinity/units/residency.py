@@ -572,7 +572,9 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         """
         course, cursor = self._rounds, self._rounds.cursor
         # What is to lie in place is not fetched ahead: its use puts it there.
-        sizes = self._sizes(lambda one: 0 if one.comes_in_place or self._is_lodged(one) else one.window_nbytes)
+        sizes = self._sizes(
+            lambda one: 0 if one.comes_in_place or self._is_lodged(one) else one.window_nbytes
+        )
         if cursor.trace and (course.is_stale(sizes) or course.has_other_length):
             self._plan(course, tuple(cursor.trace), sizes)
         elif not course.planned or course.has_other_sizes(sizes) or self._has_other_window(course):

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import plain_choice
-from infinity.planning.densest import Columns, densest, numbered
+from infinity.planning.densest import Columns, numbered
 from infinity.planning.frequency import Frequencies
+from infinity.planning.many_slices import revise_in_host
 from infinity.planning.placement import Candidate, PlacementBudget, choose, revise
 
 FIELDS = ("hi", "lo", "m", "v")
@@ -19,7 +20,9 @@ def drawn(draw, units):
     for unit in range(units):
         for field in draw.sample(FIELDS, draw.randint(1, 4)):
             reads = draw.choice([0.0, 0.125, 0.285, 1.005, draw.random() * 3, draw.randrange(300) / 200])
-            found.append(Candidate(unit, field, draw.choice([1, 20, 20, 40]), reads, draw.choice([0, 1, 2.675])))
+            found.append(
+                Candidate(unit, field, draw.choice([1, 20, 20, 40]), reads, draw.choice([0, 1, 2.675]))
+            )
     draw.shuffle(found)
     return found
 
@@ -38,9 +41,10 @@ def test_nothing_is_chosen_of_nothing_and_where_nothing_fits():
     assert choose([Candidate(0, "hi", 8, 1, 1)], 7, 0) == []
 
 
-def test_a_revision_of_what_was_chosen_is_that_of_all_candidates():
+def test_a_revision_by_arrays_is_that_of_one_candidate_after_the_other():
     draw, frequencies, old = random.Random(7), Frequencies(60), {}
     numbers, _ = numbered(FIELDS * 60)
+    keys, moved = [(unit, name) for unit in range(60) for name in FIELDS], 0
     for _ in range(30):
         for unit in draw.choices(range(60), [1 / (one + 1) for one in range(60)], k=25):
             frequencies.used(unit)
@@ -56,11 +60,9 @@ def test_a_revision_of_what_was_chosen_is_that_of_all_candidates():
         density = (frequencies.fetches_of_all() + frequencies.updates_of_all())[of_row]
         there = np.array([one.key in old for one in candidates])
         columns = Columns(of_row, numbers, np.full(240, 40), density, there)
-        rows = densest(columns, budget.host_nbytes, budget.gradient_nbytes, 20)
-        chosen = [candidates[row].key for row in rows]
-        few = [one for one in candidates if one.key in chosen or one.key in old]
-        revision = revise(old, candidates, budget)
-        assert revise(old, few, budget, in_host=chosen) == revision
-        assert list(revision.placement) == list(revise(old, few, budget, in_host=chosen).placement)
-        old = revision.placement
-    assert len(old) > 10
+        found, expected = revise_in_host(old, keys, columns, budget), revise(old, candidates, budget)
+        assert found == expected
+        assert list(found.placement) == list(expected.placement), "in the same order"
+        moved += len(found.moves)
+        old = found.placement
+    assert len(old) > 10 < moved
