@@ -1,4 +1,4 @@
-"""Policies of caches as libcachesim has them (github.com/cacheMon/libCacheSim), where it is installed:
+"""Policies of caches as libcachesim has them (github.com/cacheMon/libCacheSim), where it is installed.
 
     pip install "infinity[caches]"
 

@@ -3,7 +3,7 @@
 [Note: many slices]
 Of 100,000 slices of experts or embeddings each revision ranks 400,000 fields. One after the other, in Python,
 that took 80 us of a CPU for each slice; as columns of numbers, 0.4 us: with the counting of uses 0.1 us a
-slice and step, under a hundredth of what a step of so many moves (`python -m infinity.bench.planning.choosing`).
+slice and step, under a hundredth of a step of so many (`python -m infinity.bench.planning.choosing`).
 What is decided is the same, to the bit: rounded as Python rounds, and equals in the same order.
 """
 

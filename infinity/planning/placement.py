@@ -244,8 +244,9 @@ def revise(
 def decided(
     old: Placement, new: Placement, moves: tuple[Move, ...], gain: float, horizon_steps: int, *, fits: bool
 ) -> Revision:
-    """Return `new` if that pays within `horizon_steps`, or if `old` no longer fits, else `old`; and why. gain:
-    NVMe bytes that it saves more in a step.
+    """Return `new` if that pays within `horizon_steps`, or if `old` no longer fits, else `old`; and why.
+
+    gain: NVMe bytes that it saves more in a step.
     """
     if not moves:
         return Revision(old, (), f"as before: {len(old)} fields placed")

@@ -60,8 +60,9 @@ class AllFields:
         placed: Iterable[Key],
         packed_nbytes: Callable[[Record, str], int | None] | None,
     ) -> Columns:
-        """Return them with what a step, or a round, is expected to read and write of them. packed_nbytes: what
-        a field takes in host memory where it stays packed there; None where none does.
+        """Return them with what a step, or a round, is expected to read and write of them.
+
+        packed_nbytes: what a field takes in host memory where it stays packed there; None where none does.
         """
         fetches, updates = expected.fetches_of_all()[self._unit], expected.updates_of_all()[self._unit]
         reads = np.where(self._is_hi, fetches - np.where(self._derived, updates, 0.0), updates)

@@ -1,4 +1,4 @@
-"""The fields that host memory keeps, chosen by arrays. Trusted: the same choice, one field after the other."""
+"""The fields that host memory keeps, chosen by arrays. Trusted: that choice, one field by one."""
 
 import random
 

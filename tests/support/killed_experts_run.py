@@ -2,9 +2,9 @@
 
     python tests/support/killed_experts_run.py FOLDER ARCHITECTURE EXPERTS UPDATE KILL
 
-ARCHITECTURE: a key of models.OF_EXPERTS. EXPERTS, UPDATE: of Config, of the optimizer. KILL: the step in which
-the process kills itself, in the middle of the backward where it is negative. 0: it does not. [step, loss] is
-appended to FOLDER/losses as a line of JSON; at the end weights and moments are in FOLDER/end.pt.
+ARCHITECTURE: a key of models.OF_EXPERTS. EXPERTS, UPDATE: of Config, of the optimizer. KILL: the step behind
+which the process kills itself, or where it is negative in the middle of its backward; 0: it does not. [step,
+loss] is appended to FOLDER/losses as a line of JSON; at the end weights and moments are in FOLDER/end.pt.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What is kept in host memory, chosen one field after the other: what `planning/densest.py` does by arrays."""
+"""What is kept in host memory, one field after the other: what `planning/densest.py` does by arrays."""
 
 from collections import defaultdict
 
