@@ -28,7 +28,7 @@ from infinity.sizes import format_size
 _HOW = ("slices", "whole")
 _SETTLING = 4
 """Steps before the first turn: moments exist then, and fields have moved."""
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "vocab_size": 1024,
     "hidden_size": 512,
     "intermediate_size": 1024,

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from infinity.bench.arguments import positive, some_size
 from infinity.bench.findings import Column, Findings, asked, command, run_command
-from infinity.planning.densest import Columns
+from infinity.planning.densest import FieldColumns
 from infinity.planning.frequency import Frequencies
 from infinity.planning.many_slices import revise_in_host
 from infinity.planning.placement import REVISED_EVERY, Placement, PlacementBudget
@@ -59,7 +59,7 @@ def measured(slices: int, options: argparse.Namespace) -> dict[str, Any]:
         closed = time.thread_time()
         fetches, updates = frequencies.fetches_of_all()[unit], frequencies.updates_of_all()[unit]
         reads = np.where(field == 0, fetches, updates)
-        columns = Columns(unit, field, nbytes, reads + updates, placed)
+        columns = FieldColumns(unit, field, nbytes, reads + updates, placed)
         placement = revise_in_host(placement, keys, columns, budget).placement
         placed = np.zeros(len(keys), np.bool_)
         placed[[one * len(_FIELDS) + _FIELDS.index(name) for one, name in placement]] = True

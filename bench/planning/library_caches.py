@@ -30,7 +30,8 @@ def cached_by(policy: str, run: Run, room: int) -> PolicyResult:
     import libcachesim
 
     uses = list(itertools.chain.from_iterable(run))
-    following, next_use = [_NEVER] * len(uses), {}
+    following = [_NEVER] * len(uses)
+    next_use: dict[int, int] = {}
     for place in reversed(range(len(uses))):
         following[place] = next_use.get(uses[place], _NEVER)
         next_use[uses[place]] = place

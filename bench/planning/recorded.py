@@ -112,7 +112,7 @@ def record(steps: int, recorded: int) -> dict[str, Any]:
     for group in optimizer.param_groups:
         group["lr"] = 2e-4
     training = [recorder.taken() for _ in train(model, optimizer, batches(held, 1, _FEW, recorded, 1))]
-    model.eval()
+    model.train(mode=False)
     reading, past = [], None
     with torch.no_grad():
         for number in range(4 * recorded):

@@ -31,7 +31,7 @@ Booleans = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class FieldColumns:
     """Fields of units, one a row. field: of the fields' names, a number for each. density: NVMe bytes saved
     per step and byte kept. placed: whether it is in host memory, or on the device, now.
     """
@@ -43,7 +43,7 @@ class Columns:
     placed: Booleans
 
 
-def densest(columns: Columns, room_nbytes: int, gradient_nbytes: int, horizon_steps: int) -> Integers:
+def densest(columns: FieldColumns, room_nbytes: int, gradient_nbytes: int, horizon_steps: int) -> Integers:
     """Return the rows to keep in host memory, in the order to do it: see [Note: density] in placement.
 
     room_nbytes: for gradients and kept fields together. gradient_nbytes: what a step's gradients would take

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from infinity.planning.densest import GRADIENT_DENSITY, Columns, Integers, densest
+from infinity.planning.densest import GRADIENT_DENSITY, FieldColumns, Integers, densest
 from infinity.planning.placement import (
     HORIZON_STEPS,
     Key,
@@ -24,7 +24,7 @@ from infinity.planning.placement import (
 def revise_in_host(
     old: Placement,
     keys: Sequence[Key],
-    columns: Columns,
+    columns: FieldColumns,
     budget: PlacementBudget,
     horizon_steps: int = HORIZON_STEPS,
 ) -> Revision:
@@ -37,14 +37,15 @@ def revise_in_host(
     before = np.flatnonzero(columns.placed)
     gone = {keys[row]: row for row in np.setdiff1d(before, rows).tolist()}
     sizes = columns.nbytes
-    moves = [Move(*key, int(sizes[gone[key]]), "host", "nvme") for key in old if key in gone]
-    moves += [Move(*key, int(sizes[row]), "nvme", "host") for key, row in of_row.items() if key not in old]
+    moves = [Move(key[0], key[1], int(sizes[gone[key]]), "host", "nvme") for key in old if key in gone]
+    coming = ((*key, int(sizes[row])) for key, row in of_row.items() if key not in old)
+    moves += [Move(unit, field, nbytes, "nvme", "host") for unit, field, nbytes in coming]
     gain = _saved(columns, np.sort(rows), budget) - _saved(columns, before, budget)
     fits = int(sizes[before].sum()) <= budget.host_nbytes
     return decided(old, new, tuple(moves), gain, horizon_steps, fits=fits)
 
 
-def _saved(columns: Columns, rows: Integers, budget: PlacementBudget) -> float:
+def _saved(columns: FieldColumns, rows: Integers, budget: PlacementBudget) -> float:
     """NVMe bytes that rows save in a step, in host memory; gradients without room cost theirs. Added up one
     after the other, as Python adds.
     """

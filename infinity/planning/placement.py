@@ -32,7 +32,7 @@ from typing import Literal
 
 import numpy as np
 
-from infinity.planning.densest import GOLDEN, GRADIENT_DENSITY, Columns, densest, numbered
+from infinity.planning.densest import GOLDEN, GRADIENT_DENSITY, FieldColumns, densest, numbered
 from infinity.sizes import format_size
 
 REVISED_EVERY = 8
@@ -161,7 +161,7 @@ def choose(
     """
     rows = list(candidates)
     field, _ = numbered([one.field for one in rows])
-    columns = Columns(
+    columns = FieldColumns(
         np.array([one.unit for one in rows], np.int64),
         field,
         np.array([one.nbytes for one in rows], np.int64),

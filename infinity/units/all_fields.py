@@ -9,7 +9,7 @@ from operator import is_
 
 import numpy as np
 
-from infinity.planning.densest import Columns, Integers, numbered
+from infinity.planning.densest import FieldColumns, Integers, numbered
 from infinity.planning.frequency import Frequencies
 from infinity.planning.placement import Key
 from infinity.records.record import Record
@@ -59,7 +59,7 @@ class AllFields:
         expected: Frequencies,
         placed: Iterable[Key],
         packed_nbytes: Callable[[Record, str], int | None] | None,
-    ) -> Columns:
+    ) -> FieldColumns:
         """Return them with what a step, or a round, is expected to read and write of them.
 
         packed_nbytes: what a field takes in host memory where it stays packed there; None where none does.
@@ -75,4 +75,4 @@ class AllFields:
                 unit, name = self.keys[row]
                 packed = packed_nbytes(self._units[unit].record, name)
                 nbytes[row] = nbytes[row] if packed is None else packed
-        return Columns(self._unit, self._field, nbytes, reads + updates, there)
+        return FieldColumns(self._unit, self._field, nbytes, reads + updates, there)

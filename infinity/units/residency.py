@@ -5,7 +5,7 @@ why, is in planning/residence.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
@@ -85,7 +85,6 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         self.refused: UnsupportedError | None = None  # for `raise_refused`
         self._assembler = assembler
         self._uses_of: dict[Phase, list[Use]] = {}
-        self._planned: Sequence[Unit] = ()  # those that are no routed ones
         self._meeting: MeetingOfRanks | None = None
         self.before_routed_fetch: list[Callable[[Unit], None]] = []
         """Called with each routed unit that a forward is about to fetch."""
@@ -112,7 +111,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         self.units = units
         self._ahead.resize(ahead_nbytes)
         self._routed = routed
-        self._planned = [unit for unit in units if unit not in routed]
+        self._layers.open(units, routed)
         divided = [unit for unit in units if not unit.record.holders.are_all]
         if divided:
             left = self._left_nbytes(routed)
@@ -121,8 +120,8 @@ class UnitResidency(Residency[Unit, UpdatePass]):
             self._ahead.resize(left)
         self.give_window(self._ahead.limit_nbytes)
         self._uses_of = {phase: [Use(phase, unit.index) for unit in units] for phase in Phase}
-        forward = [self._uses_of[Phase.FORWARD][one.index] for one in self._planned]
-        back = [self._uses_of[Phase.BACKWARD][one.index] for one in reversed(self._planned)]
+        forward = [self._uses_of[Phase.FORWARD][one.index] for one in self._layers.others]
+        back = [self._uses_of[Phase.BACKWARD][one.index] for one in reversed(self._layers.others)]
         for course in (self._steps, self._rounds):
             course.open(len(units))
         self._plan(self._steps, (*forward, *back), self._fetched_sizes())
@@ -213,15 +212,15 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         once = sum(unit.resident_nbytes for unit, again in routed.items() if not again)
         of_routed = min(limit // 8, once)
         of_routed += sum(unit.resident_nbytes for unit, again in routed.items() if again)
-        largest = max((unit.resident_nbytes for unit in self._planned), default=0)
+        largest = max((unit.resident_nbytes for unit in self._layers.others), default=0)
         return limit - max(0, min(limit // 2, of_routed, limit - largest))
 
     def _fetched_sizes(self) -> list[int]:
-        return self._sizes(lambda unit: 0 if self._never_fetched(unit) else unit.resident_nbytes)
+        return self._sizes(lambda one: 0 if self._never_fetched(one) else one.resident_nbytes)
 
     def _sizes(self, nbytes: Callable[[Unit], int]) -> list[int]:
         """Return the bytes of each unit that a plan has, or names: no slices, unless a device has them."""
-        found = {one.index: nbytes(one) for one in (self._planned if self._on_host else self.units)}
+        found = {one.index: nbytes(one) for one in (self._layers.others if self._on_host else self.units)}
         return [found.get(index, 0) for index in range(len(self.units))]
 
     def _never_fetched(self, unit: Unit) -> bool:
@@ -572,14 +571,12 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         """
         course, cursor = self._rounds, self._rounds.cursor
         # What is to lie in place is not fetched ahead: its use puts it there.
-        sizes = self._sizes(
-            lambda one: 0 if one.comes_in_place or self._is_lodged(one) else one.window_nbytes
-        )
+        sizes = self._sizes(lambda u: 0 if u.comes_in_place or self._is_lodged(u) else u.window_nbytes)
         if cursor.trace and (course.is_stale(sizes) or course.has_other_length):
             self._plan(course, tuple(cursor.trace), sizes)
         elif not course.planned or course.has_other_sizes(sizes) or self._has_other_window(course):
             planned = tuple(step.use for step in cursor.plan.steps) if cursor.plan is not None else None
-            in_order = (Use(Phase.FORWARD, one.index) for one in self._planned)
+            in_order = (Use(Phase.FORWARD, one.index) for one in self._layers.others)
             self._plan(course, planned or tuple(in_order), sizes)
         self.counts.count_round()
         cursor.restart()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import plain_choice
-from infinity.planning.densest import Columns, numbered
+from infinity.planning.densest import FieldColumns, numbered
 from infinity.planning.frequency import Frequencies
 from infinity.planning.many_slices import revise_in_host
 from infinity.planning.placement import Candidate, PlacementBudget, choose, revise
@@ -59,7 +59,7 @@ def test_a_revision_by_arrays_is_that_of_one_candidate_after_the_other():
         of_row = np.repeat(np.arange(60), len(FIELDS))
         density = (frequencies.fetches_of_all() + frequencies.updates_of_all())[of_row]
         there = np.array([one.key in old for one in candidates])
-        columns = Columns(of_row, numbers, np.full(240, 40), density, there)
+        columns = FieldColumns(of_row, numbers, np.full(240, 40), density, there)
         found, expected = revise_in_host(old, keys, columns, budget), revise(old, candidates, budget)
         assert found == expected
         assert list(found.placement) == list(expected.placement), "in the same order"
