@@ -1,6 +1,6 @@
 """Policies of caches as libcachesim has them (github.com/cacheMon/libCacheSim), where it is installed.
 
-    pip install "infinity[caches]"
+    pip install "zero-infinity[caches]"
 
 Its caches take in whatever misses; ours in routing may leave it out, so that our Belady has a few more hits.
 """
