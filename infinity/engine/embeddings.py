@@ -66,6 +66,6 @@ def _references(embedding: nn.Embedding) -> int:
     return sys.getrefcount(embedding._parameters["weight"])
 
 
-# Of a weight on which nothing was computed: initial values draw random numbers, and leave garbage that refers to
-# it, which may not have been collected.
+# Of a weight on which nothing was computed: initial values draw random numbers, and leave garbage that refers
+# to it, which may not have been collected.
 _ALONE = _references(nn.Embedding(1, 1, _weight=torch.empty(1, 1, device="meta")))
