@@ -333,7 +333,8 @@ class Arrivals:
         self._gradients.end_backward(self._units)
         self._outgoing_share.use_deferred()
         for unit in self._gradients.units_outgoing():
-            self._gradients.settle(unit)
+            if self._gradients.outgoing_of(unit):  # what came before may have applied it
+                self._gradients.settle(unit)
         for updater in [one for one in self.optimizers if one.update == "backward"]:
             for unit in self._units:
                 waiting = self._kept(unit, updater)
