@@ -187,6 +187,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     updates = ("forward", "backward")
     add("--update", choices=updates, default="forward", help="when updates are applied (forward)")
     add("--micro-batches", type=positive, default=1, metavar="N", help="forwards and backwards per step (1)")
+    units = "what is fetched and used together, as Config(units=...) (module)"
+    add("--units", choices=("module", "block", "auto"), default="module", help=units)
     cuts.add_argument(add)
     add("--durable", action="store_true", help="steps are committed: every record is stored twice")
     add("--no-nvme", action="store_true", help="keep all state in host memory")
@@ -351,6 +353,7 @@ def _plan_one(
         expert_parallel=chosen.expert_parallel,
         local_ranks=chosen.local_ranks,
         durable=chosen.durable,
+        units=chosen.units,
         method=method,
     )
     whole_s = (

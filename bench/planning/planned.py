@@ -15,6 +15,7 @@ from infinity.planning.forecast import Forecast, forecast
 from infinity.planning.lookups import in_blocks_of_rows
 from infinity.planning.outline import Outline, timed
 from infinity.planning.setting import Setting
+from infinity.planning.shared_units import in_shared_units
 from infinity.planning.simulator import Rates
 from infinity.sizes import format_size
 
@@ -154,7 +155,7 @@ def answer(question: Question) -> Planned:
     began = time.perf_counter()
     need, refusal, told = None, "", None
     try:
-        outline = in_blocks_of_rows(outline, setting)
+        outline = in_shared_units(in_blocks_of_rows(outline, setting), setting)
         need = demand(outline, setting)
         if question.fills_gpu and machine.gpu_nbytes is not None and setting.device_nbytes is not None:
             left = machine.gpu_nbytes - need.working_nbytes - CONTEXT_NBYTES

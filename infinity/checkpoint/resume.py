@@ -153,10 +153,9 @@ def _whole(commit: Commit, engine: Engine) -> str:
     """
     named = {segment for one in commit.records for segment in one.segments}
     if named == {(one.name, one.shape) for unit in engine.units for one in unit.layout.segments}:
-        began = "block" if len(commit.records) < len(engine.units) else "module"
         return (
-            f' of the same parameters. Config(units="{began}") has those that the run began with; a '
-            "checkpoint of infinity.save fits any"
+            " of the same parameters. Likely cause: when the run began others of them were frozen, or had "
+            "another type; build the model as it was then. A checkpoint of infinity.save fits any"
         )
     theirs, ours = (sum(".tiles." in f".{one.name}" for one in of) for of in (commit.records, engine.units))
     if ours <= theirs:

@@ -1,7 +1,7 @@
 """Blocks of a model, and which of their modules share a unit: see [Note: units of blocks].
 
 [Note: units of blocks]
-A unit is a module's own parameters, unless Config(units="block"). Then the modules in a block share one. A
+A unit is a module's own parameters, unless Config(units=...) lets the modules in a small block share one. A
 block is a member of a ModuleList, ModuleDict or Sequential, the outermost that is small enough (see
 block_size in planning): a layer of a transformer, or a stage of a convolutional network. Its forward holds
 the unit of all of them, and they are not followed one by one: see [Note: covered modules] in
@@ -14,19 +14,22 @@ with the module that has it first, alone, and so does what is cut into tiles or 
 forward chooses among members of a list of its own, as among experts, is none: each of these members may
 be one.
 
-What a unit is decides what a durable run can be resumed with, and which ranks work together, so all of
-this depends on the model, the settings and the budgets alone, never on what was evicted while the model
-was built.
+What a unit is decides which ranks work together, so all of this depends on the model, the settings and the
+budgets alone, never on what was evicted while the model was built. A durable run goes on with the units it
+began with, whatever the settings say: its commit names the parameters of each record.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
+from infinity.durable.commit import Commit
+from infinity.engine.engine import Engine
+from infinity.planning.block_size import block_limit, worth_sharing
 from infinity.planning.layout import RecordSchema
 from infinity.records.record import Record
 from infinity.tiling import Piece, Tiled
@@ -53,6 +56,58 @@ class Block(NamedTuple):
     """Modules with parameters that share a unit, two or more in each."""
 
 
+class PossibleBlock(NamedTuple):
+    """A module that would be a block, if it is small enough."""
+
+    nbytes: int
+    """Of all its parameters, as they compute."""
+    groups: list[list[nn.Module]]
+
+    @property
+    def saved_uses(self) -> int:
+        """Uses of units that are not, each time that it is used as a block."""
+        return sum(map(len, self.groups)) - len(self.groups)
+
+
+Chooses = Callable[[PossibleBlock], bool]
+"""Says which modules are blocks."""
+
+
+def chooses(engine: Engine, named: Iterable[tuple[str, nn.Module]]) -> Chooses:
+    """Return what chooses the blocks of an engine's models, whose modules are `named`: the run's commit, if
+    it goes on with one, else its settings.
+    """
+    limit = block_limit(engine.budget.total_nbytes, engine.config.device_nbytes)
+    most_nbytes = engine.ranks.least(limit, "size blocks")
+    if engine.durable is not None and engine.durable.found:
+        return by_commit(engine.durable.found[0], named)
+    return by_settings(engine.config.units, most_nbytes, nvme=engine.nvme_store is not None)
+
+
+def by_settings(units: str, most_nbytes: int, *, nvme: bool) -> Chooses:
+    """Return what chooses blocks where units are to be `units`: see Config. most_nbytes: of a block. nvme:
+    whether there is an NVMe tier.
+    """
+    if units == "auto":
+        return lambda one: one.nbytes <= most_nbytes and worth_sharing(one.nbytes, one.saved_uses, nvme=nvme)
+    return lambda one: units == "block" and one.nbytes <= most_nbytes
+
+
+def by_commit(commit: Commit, named: Iterable[tuple[str, nn.Module]]) -> Chooses:
+    """Return what chooses the blocks of a durable run: those whose parameters share records in its commit.
+    named: modules with their names.
+    """
+    records = {frozenset(name for name, _ in one.segments) for one in commit.records}
+    names: dict[int, str] = {}
+    for name, module in named:
+        names.setdefault(id(module), f"{name}." if name else "")
+
+    def is_record(group: Sequence[nn.Module]) -> bool:
+        return frozenset(names[id(part)] + name for part in group for name in _names(part)) in records
+
+    return lambda one: all(map(is_record, one.groups))
+
+
 def own(module: nn.Module) -> list[nn.Parameter]:
     """Return a module's own parameters."""
     return [one for one in module._parameters.values() if one is not None]
@@ -61,11 +116,10 @@ def own(module: nn.Module) -> list[nn.Parameter]:
 def blocks_of(
     named: Sequence[tuple[str, nn.Module]],
     kind_of: Callable[[nn.Parameter], UnitKind | None],
-    most_nbytes: int,
+    chosen: Chooses,
 ) -> list[Block]:
     """Return the blocks of models. named: their modules, with their names, parents first. kind_of: says what
     a parameter has in common with those that it may share a unit with; None where it may share none.
-    most_nbytes: of a block, as it computes.
     """
     users = Counter(id(one) for _, module in named for one in own(module))
     within: set[int] = set()
@@ -77,13 +131,16 @@ def blocks_of(
             if not within.isdisjoint(owners) or not _is_block(parts):
                 continue
             kinds = {one: kind_of(one) for one in child.parameters()}
-            if sum(_nbytes(*item) for item in kinds.items()) > most_nbytes:
-                continue
             groups = _groups(parts, kinds, users)
-            if groups:
+            if groups and chosen(PossibleBlock(sum(_nbytes(*item) for item in kinds.items()), groups)):
                 within.update(owners)
                 found.append(Block(f"{prefix}.{name}" if prefix else name, child, groups))
     return found
+
+
+def _names(module: nn.Module) -> list[str]:
+    """Return the names of a module's own parameters."""
+    return [name for name, one in module._parameters.items() if one is not None]
 
 
 def _nbytes(parameter: nn.Parameter, kind: UnitKind | None) -> int:

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from infinity.config.sequence_ranks import check_experts
 from infinity.engine.asked import Asked
-from infinity.engine.blocks import Block, UnitKind, blocks_of, covered, name_blocks, own
+from infinity.engine.blocks import Block, UnitKind, blocks_of, chooses, covered, name_blocks, own
 from infinity.engine.built_parameter import BuiltParameter
 from infinity.engine.embeddings import held_elsewhere, in_blocks, in_groups
 from infinity.engine.engine import Engine, engine_of
@@ -48,7 +48,6 @@ from infinity.engine.refused import check_kept, refuse_packed
 from infinity.engine.scripting import refuse_script
 from infinity.engine.stand_ins import StandIns
 from infinity.errors import UnsupportedError
-from infinity.planning.block_size import block_limit
 from infinity.planning.layout import RecordSchema
 from infinity.planning.tile_size import LEAST_SLICE_NBYTES, tile_choice
 from infinity.records.record import Record
@@ -448,12 +447,8 @@ class Construction:
         return roots
 
     def _join_blocks(self, named: list[tuple[str, nn.Module]]) -> list[Block]:
-        """Let the modules of small blocks share a unit, as Config says; return these blocks."""
-        engine, config = self._engine, self._engine.config
-        if config.units == "module":
-            return []
-        limit = block_limit(engine.budget.total_nbytes, config.device_nbytes)
-        blocks = blocks_of(named, self._kind_of, engine.ranks.least(limit, "size blocks"))
+        """Let the modules of small blocks share a unit, as Config or a run says; return these blocks."""
+        blocks = blocks_of(named, self._kind_of, chooses(self._engine, named))
         for group in [group for block in blocks for group in block.groups]:
             self._join([self._entries[id(one)] for module in group for one in own(module)])
         return blocks

@@ -14,8 +14,9 @@ little where a unit has hundreds of tiles.
 
 [Note: an accelerator's step]
 There the thread that follows the plan only launches: it goes on as soon as a unit's uploads have begun, and
-the streams keep the order (see simulated_device). A slot is free when its upload is over. Updates wait in
-the lane for their gradients to come down, as passes do. A step ends when its computing is over, as where a
+the streams keep the order (see simulated_device). A slot is free when its upload is over. Updates wait
+in the lane for their gradients to come down, as passes do, and are computed by a thread of its own beside the
+lane's (see Note: two lanes, in lane/lane.py). A step ends when its computing is over, as where a
 program reads the loss of each. Waiting is all the time in which the accelerator does not compute.
 """
 
@@ -211,7 +212,7 @@ class _Walk(Residency[_Unit, SimulatedPass]):
     ) -> None:
         gathered = any(moves.gathered_nbytes for moves in units)
         self._clock = Clock(rates)
-        lane = SimulatedLane(self._clock, limits.slots, inline=limits.on_host)
+        lane = SimulatedLane(self._clock, limits.slots, inline=limits.on_host, apart=not limits.on_host)
         super().__init__(_Window(limits.window_nbytes), lane, on_host=limits.on_host, in_order=gathered)
         self._lane: SimulatedLane = lane
         self.units = [_Unit(index, moves) for index, moves in enumerate(units)]
@@ -371,13 +372,17 @@ class _Walk(Residency[_Unit, SimulatedPass]):
         moves, rates = unit.moves, self._rates
         wide = 1 if written else _WIDE_NBYTES // moves.width
         tiles = max(1, math.ceil(moves.numel / (self._tile_numel * wide)))
+        computes = updated > 0 or (written > 0 and not uploads)  # updates, and gradients that are spilled
+        if computes and not (read or written):
+            tiles = 1  # what lies in memory is updated in one call
         work_s = updated / rates.update + (read + written) / rates.checked
         self._moved["read"] += read
         self._moved["written"] += written
         asked_s = rates.request_s * self._requests(moves, read, written, updated)
         upload = self._uploading(unit, tiles) if uploads else None
         of_tile = read / tiles, work_s / tiles, written / tiles
-        return SimulatedPass(unit.index, tiles, *of_tile, asked_s, arriving, upload)
+        kind = {"computes": computes, "deferrable": updated > 0 and not uploads}
+        return SimulatedPass(unit.index, tiles, *of_tile, asked_s, arriving, upload, **kind)
 
     def _uploading(self, _unit: _Unit, _tiles: int) -> Callable[[], Moment] | None:
         """Return what begins to bring one of a unit's tiles to an accelerator."""

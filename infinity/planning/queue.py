@@ -176,8 +176,21 @@ class QueuedPass(Job, ABC, Generic[_RecordT]):
 
     @property
     def deferrable(self) -> bool:
-        """Whether it is needed the later, the older it is: see `is_sooner` in lane/tile.py."""
+        """Whether it is needed the later, the older it is: see `is_sooner_than`."""
         return False
+
+    def is_sooner_than(self, older: QueuedPass[Any]) -> bool:
+        """Whether a thread that computes works on this pass before one that was queued earlier.
+
+        First come passes that another thread waits for, then those that are not `deferrable`, in their order;
+        of the deferrable ones, updates in the backward, the newest: the layer whose backward came last is the
+        first that the next forward needs (earliest deadline first, Liu and Layland 1973).
+        """
+        if self.urgent != older.urgent:
+            return self.urgent
+        if self.deferrable != older.deferrable:
+            return older.deferrable
+        return self.deferrable and not self.urgent
 
     def take_over(self) -> None:
         """Take the pending work that the pass was made for, when it is queued or run. Idempotent."""

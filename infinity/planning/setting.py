@@ -31,6 +31,8 @@ class Setting:
     """That share one machine: its NVMe, and its memory."""
     durable: bool = False
     """Whether steps are committed, which keeps every record twice."""
+    units: str = "module"
+    """What is fetched and used together: see Config."""
     method: Method = field(default_factory=Method)
     """How activations are kept, and of how many tokens."""
 
@@ -51,6 +53,8 @@ class Setting:
                 f'{self.micro_batches} micro-batches need update="forward": with "backward" the second '
                 "would come after the update"
             )
+        if self.units not in ("auto", "module", "block"):
+            raise ConfigError(f'units={self.units!r}: expected "auto", "module" or "block"')
         if self.state_dtype not in ("fp32", "bf16", "int8"):
             raise ConfigError(f'state_dtype={self.state_dtype!r}: expected "fp32", "bf16" or "int8"')
         if self.dtype not in ("bf16", "fp16", "fp32"):

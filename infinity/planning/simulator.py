@@ -7,8 +7,8 @@ other at a speed that depends on who else is busy: a disk that reads and writes 
 each; cores that compute and update at once do either at some share of its speed. What the lane does for each
 request of a tile ("asking": Python, and waking the disk's thread) is a server of its own: it disturbs
 computing otherwise than updates do. Where an accelerator computes, its link is two servers, "up" and "down",
-and the thread that launches its work one more, "launch" (see simulated_device). Time jumps to whatever ends
-next.
+and the thread that launches its work one more, "launch" (see simulated_device); "work" is then the thread
+that computes updates, and "handling" the lane's. Time jumps to whatever ends next.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from infinity.planning.bottleneck import Speed
 from infinity.planning.moments import NOW, Moment
 from infinity.planning.queue import Job, Queue, QueuedPass
 
-SERVERS = ("read", "write", "asking", "work", "link", "compute", "launch", "up", "down")
+GIVEN_TILES = 2
+"""That a thread which computes has at once; what waits behind them is put in order."""
+LEFT_TO_FETCHES = 4
+"""One slot in so many is left to passes that do not compute, where there are several; see lane/lane.py."""
+SERVERS = ("read", "write", "asking", "handling", "work", "link", "compute", "launch", "up", "down")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +170,29 @@ class SimulatedPass(QueuedPass[int]):
         asked_s: float = 0.0,
         arriving: Moment = NOW,
         upload: Callable[[], Moment] | None = None,
+        *,
+        computes: bool = False,
+        deferrable: bool = False,
     ) -> None:
         """tiles: how many. The rest is of each tile; asked_s: the lane's time for its requests. arriving:
         what the lane's thread waits for before it works on one. upload: begins to bring one to a device.
+        computes, deferrable: see QueuedPass.
         """
         super().__init__(unit)
         self.read_nbytes, self.work_s, self.written_nbytes = read_nbytes, work_s, written_nbytes
         self.asked_s, self.arriving, self.upload = asked_s, arriving, upload
         self.tile_count = tiles
+        self._computes, self._deferrable = computes, deferrable
+
+    @property
+    def computes(self) -> bool:
+        """See QueuedPass."""
+        return self._computes
+
+    @property
+    def deferrable(self) -> bool:
+        """See QueuedPass."""
+        return self._deferrable
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Number them: what they hold is all the same."""
@@ -189,6 +208,11 @@ class _SimulatedTile:
     uploaded: Moment = NOW
 
     @property
+    def ready(self) -> bool:
+        """Whether the gradients that it needs have come."""
+        return self.owner.arriving.over
+
+    @property
     def over(self) -> bool:
         """Whether nothing of it is under way any more."""
         return self.written and self.uploaded.over
@@ -197,13 +221,17 @@ class _SimulatedTile:
 class SimulatedLane:
     """The turns of lane/lane.py's thread, with the same queue, on a simulated clock."""
 
-    def __init__(self, clock: Clock, slots: int, *, inline: bool = False) -> None:
+    def __init__(self, clock: Clock, slots: int, *, inline: bool = False, apart: bool = False) -> None:
         """Idle, with all its slots free. inline: a pass that moves nothing is run by the thread that submits
-        it.
+        it. apart: what computes has a thread of its own, see [Note: two lanes] in lane/lane.py.
         """
         self._clock = clock
-        self._free = slots
-        self._inline = inline
+        self._count = self._free = slots
+        self._held = 0
+        """Slots of tiles of passes that compute."""
+        self._given = 0
+        """Tiles that the thread that computes has."""
+        self._inline, self._apart = inline, apart
         self._inline_s = 0.0
         self._queue: Queue[SimulatedPass] = Queue()
         self._reading: deque[_SimulatedTile] = deque()
@@ -250,6 +278,8 @@ class SimulatedLane:
 
     def wait(self, job: Job) -> None:
         """Let the time pass until `job` is done."""
+        if self._apart and isinstance(job, SimulatedPass):
+            self._queue.promote(job.record)
         self._clock.run_until(lambda: job.done)
 
     def promote(self, record: int) -> None:
@@ -267,35 +297,57 @@ class SimulatedLane:
     def _turn(self) -> None:
         """Do what the lane's thread does until it has to wait: reap, admit, and work on the oldest tile."""
         while self._awaited is None:
-            for tile in [one for one in self._writing if one.over]:
-                self._writing.remove(tile)
-                self._over(tile)
+            for ended in [one for one in self._writing if one.over]:
+                self._writing.remove(ended)
+                self._over(ended)
             self._admit()
-            if self._reading:
-                self._awaited = self._next()
-                if self._awaited is None:
+            tile = self._next()
+            if tile is not None:
+                self._take(tile)
+            elif not self._reading and self._writing and not self._apart:
+                if self._writing[0].owner.upload is not None:
                     return
-                if self._awaited.read:
-                    self._work(self._awaited)
-            elif self._writing and self._writing[0].owner.upload is None:
                 self._awaited = self._writing[0]
             else:
                 return
 
     def _next(self) -> _SimulatedTile | None:
-        """Take the oldest tile whose pass need not wait for gradients, if there is one."""
-        for index, tile in enumerate(self._reading):
-            if tile.owner.arriving.over:
-                del self._reading[index]
-                return tile
-        return None
+        """Take the oldest tile whose pass need not wait for gradients, if there is one; beside a thread that
+        computes, one whose reads are over, or what that is to do next if it has little to do.
+        """
+        seen: set[SimulatedPass] = set()
+        chosen: _SimulatedTile | None = None
+        for tile in self._reading:
+            if tile.owner not in seen and tile.ready and (tile.read or not self._apart):
+                if not (self._apart and tile.owner.computes):
+                    chosen = tile
+                    break
+                if self._given < GIVEN_TILES and (chosen is None or tile.owner.is_sooner_than(chosen.owner)):
+                    chosen = tile
+            seen.add(tile.owner)
+        if chosen is not None:
+            self._reading.remove(chosen)
+        return chosen
+
+    def _take(self, tile: _SimulatedTile) -> None:
+        """Have a tile worked on, now or as soon as it is read."""
+        self._awaited = tile
+        if tile.read:
+            self._ask(tile)
+
+    def _admissible(self) -> SimulatedPass | None:
+        if not self._apart:
+            return self._queue.admissible()
+        most = self._count - self._count // LEFT_TO_FETCHES
+        return self._queue.admissible(passing=True, computing=self._held < most)
 
     def _admit(self) -> None:
-        while self._free and (job := self._queue.admissible()) is not None:
+        while self._free and (job := self._admissible()) is not None:
             self._queue.next_tile(job)
             job.progress.admit(None)
             tile = _SimulatedTile(job, slot=bool(job.read_nbytes or job.written_nbytes))
             self._free -= tile.slot
+            self._held += tile.slot and job.computes
             self._reading.append(tile)
             if job.read_nbytes:
                 self._clock.serve("read", job.read_nbytes, partial(self._was_read, tile), urgent=job.urgent)
@@ -305,19 +357,35 @@ class SimulatedLane:
     def _was_read(self, tile: _SimulatedTile) -> None:
         tile.read = True
         if tile is self._awaited:
+            self._ask(tile)
+        if self._apart:
+            self._turn()
+
+    def _ask(self, tile: _SimulatedTile) -> None:
+        """Let the lane's thread begin a tile's requests, and have the tile worked on."""
+        if tile.owner.asked_s:
+            self._clock.serve("asking", tile.owner.asked_s, partial(self._asked, tile))
+        else:
             self._work(tile)
 
-    def _work(self, tile: _SimulatedTile) -> None:
-        def asked() -> None:
-            self._clock.serve("work", tile.owner.work_s, partial(self._worked, tile))
+    def _asked(self, tile: _SimulatedTile) -> None:
+        self._work(tile)
+        self._turn()
 
-        if tile.owner.asked_s:
-            self._clock.serve("asking", tile.owner.asked_s, asked)
+    def _work(self, tile: _SimulatedTile) -> None:
+        worked = partial(self._worked, tile)
+        if not self._apart:
+            self._clock.serve("work", tile.owner.work_s, worked)
+        elif not tile.owner.computes:
+            self._clock.serve("handling", tile.owner.work_s, worked)
         else:
-            asked()
+            self._awaited = None  # the lane's thread goes on
+            self._given += 1
+            self._clock.serve("work", tile.owner.work_s, worked)
 
     def _worked(self, tile: _SimulatedTile) -> None:
         job = tile.owner
+        self._given -= self._apart and job.computes
         self._writing.append(tile)
         if job.upload is not None:
             tile.uploaded = job.upload()
@@ -328,7 +396,8 @@ class SimulatedLane:
             tile.written = True
         if job.progress.worked_on(self._clock.now):
             job.end_processing()
-        self._awaited = None
+        if self._awaited is tile:
+            self._awaited = None
         self._turn()
 
     def _was_written(self, tile: _SimulatedTile) -> None:
@@ -336,12 +405,14 @@ class SimulatedLane:
         self._may_be_over(tile)
 
     def _may_be_over(self, tile: _SimulatedTile) -> None:
-        if tile.over and self._awaited in (tile, None):
-            self._awaited = None
-            self._turn()
+        if not tile.over or self._awaited not in (tile, None):
+            return
+        self._awaited = None
+        self._turn()
 
     def _over(self, tile: _SimulatedTile) -> None:
         self._free += tile.slot
+        self._held -= tile.slot and tile.owner.computes
         tile.owner.progress.tile_over()
         if self._queue.retire_if_over(tile.owner):
             tile.owner.finish()

@@ -10,7 +10,7 @@ import infinity
 import models
 from covers import matrix
 from infinity import AdamW, CheckpointError, Init
-from infinity.engine.blocks import UnitKind, blocks_of
+from infinity.engine.blocks import UnitKind, blocks_of, by_settings
 from infinity.engine.built_parameter import BuiltParameter
 from infinity.engine.engine import engine_of_model
 from infinity.planning.layout import FP32
@@ -25,14 +25,14 @@ def _repeatable():
         yield
 
 
-def found(model, most_nbytes=1 << 20):
+def found(model, most_nbytes=1 << 20, units="block", *, nvme=True):
     """Return, by the names of the blocks of a model, the names in it of the modules that share units."""
 
     def kind(parameter):
         return UnitKind(FP32, in_files=False, trained=parameter.requires_grad)
 
     names = {id(module): name for name, module in model.named_modules()}
-    blocks = blocks_of(list(model.named_modules()), kind, most_nbytes)
+    blocks = blocks_of(list(model.named_modules()), kind, by_settings(units, most_nbytes, nvme=nvme))
     return {one.name: [[names[id(part)] for part in group] for group in one.groups] for one in blocks}
 
 
@@ -89,6 +89,17 @@ def test_a_block_is_the_outermost_member_of_a_list_that_is_small_enough():
     assert found(nn.ModuleList([model, nn.Linear(8, 8)])) == {"0": [["0.0.0", "0.0.2", "0.1"]]}
     assert found(nn.ModuleList([model, nn.Linear(8, 8)]), 2 * 2 * 72) == {"0.0": [["0.0.0", "0.0.2"]]}
     assert found(nn.ModuleList([model, nn.Linear(8, 8)]), 2 * 2 * 72 - 1) == {}
+
+
+def test_by_default_a_block_is_one_that_is_fetched_in_the_time_of_the_uses_that_it_saves():
+    def pair(width):
+        return nn.Sequential(nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)))
+
+    assert found(pair(256), 1 << 30, "auto") == {}
+    assert found(pair(255), 1 << 30, "auto") == {"0": [["0.0", "0.1"]]}
+    assert found(pair(256), 1 << 30, "auto", nvme=False) == {"0": [["0.0", "0.1"]]}
+    assert found(pair(725), 1 << 30, "auto", nvme=False) == {}
+    assert found(pair(255), 2 * 2 * 255 * 256 - 1, "auto") == found(pair(4), 1 << 30, "module") == {}
 
 
 def test_a_module_whose_forward_may_choose_among_members_of_a_list_is_no_block():
@@ -305,24 +316,72 @@ def test_a_checkpoint_of_either_units_is_loaded_in_the_other(folder, first, then
 
 
 @pytest.mark.disk
-def test_a_durable_run_that_was_begun_with_other_units_is_refused_by_name(folder):
+@pytest.mark.parametrize(
+    *matrix(
+        together=1,
+        first=["module", "auto", "block"],
+        then=["auto", "module", "block"],
+        frozen=[(), ("layers.0.up", "layers.0.down")],
+    )
+)
+def test_a_durable_run_goes_on_with_the_units_that_it_began_with(folder, first, then, frozen):
     def run(kind):
         torch.manual_seed(0)
         with Init(nvme=folder, host_memory="2MiB", units=kind, durable=True):
-            model = Stack()
-        return model, AdamW(model.parameters())
+            model = Stack(frozen=frozen)
+        trained = [one for one in model.parameters() if one.requires_grad]
+        return model, AdamW(trained, **SETTINGS)
 
-    model, optimizer = run("block")
+    def step(model, optimizer, number):
+        loss = model(*floats(torch.Generator().manual_seed(number))).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    shown, model, began = [], None, None
+    for kind in (first, then, first):
+        model, optimizer = run(kind)
+        assert infinity.resume(model, optimizer) == len(shown)
+        began = began or units(model)
+        assert units(model) == began
+        shown.append(step(model, optimizer, len(shown)))
+        infinity.commit(model)
+        after = dict(model.state_dict())
+        engine_of_model(model).close()
+    assert ("layers.1" in began) == (first != "module")
+    torch.manual_seed(0)
+    plain = infinity.reference.prepare(Stack(frozen=frozen))
+    optimizer = infinity.reference.ReferenceAdamW(
+        [one for one in plain.parameters() if one.requires_grad], **SETTINGS
+    )
+    assert (
+        differences(
+            [*(step(plain, optimizer, number) for number in range(3)), dict(plain.state_dict())],
+            [*shown, after],
+        )
+        == []
+    )
+
+
+@pytest.mark.disk
+def test_a_durable_run_of_which_other_parts_are_frozen_is_refused_by_name(folder):
+    def run(frozen):
+        with Init(nvme=folder, host_memory="2MiB", units="block", durable=True):
+            model = Stack(frozen=frozen)
+        return model, AdamW([one for one in model.parameters() if one.requires_grad])
+
+    model, optimizer = run(())
     assert infinity.resume(model, optimizer) == 0
     model(torch.randn(2, 5, 32).bfloat16()).sum().backward()
     optimizer.step()
     infinity.commit(model)
     engine_of_model(model).close()
-    model, optimizer = run("module")
-    with pytest.raises(CheckpointError, match=r'units="block"'):
+    model, optimizer = run(("layers.1.up",))
+    with pytest.raises(CheckpointError, match=r"the same parameters.*frozen"):
         infinity.resume(model, optimizer)
     engine_of_model(model).close()
-    model, optimizer = run("block")
+    model, optimizer = run(())
     assert infinity.resume(model, optimizer) == 1
 
 

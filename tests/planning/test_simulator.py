@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from infinity.planning.moments import Moment
+from infinity.planning.moments import NOW, Moment
 from infinity.planning.simulator import Clock, Disk, Rates, SimulatedLane, SimulatedPass
 
 DISK = Disk(read=10.0, write=5.0, mixed=8.0)
@@ -157,3 +157,75 @@ def test_a_slot_is_free_when_its_upload_is_over_though_an_older_one_is_not():
     uploads[1].end()
     lane.wait(third)
     assert not jobs[0].finished
+
+
+# Beside an accelerator
+
+
+def computing(unit, work_s, **more):
+    return SimulatedPass(
+        unit, 1, more.pop("read", 0.0), work_s, more.pop("written", 0.0), computes=True, **more
+    )
+
+
+def fetching(unit):
+    return SimulatedPass(unit, 1, 10.0, 1.0, 0.0, upload=lambda: NOW)
+
+
+def ends(jobs, slots=4, **lane):
+    """Submit passes to a lane; return when each was worked on."""
+    clock, times = Clock(Rates(Disk(10.0, 10.0, 20.0), shared=False)), {}
+    line = SimulatedLane(clock, slots, **lane)
+    for job in jobs:
+        job.call_when_done(lambda job=job: times.setdefault(job.record, clock.now))
+        line.submit(job)
+    run(clock)
+    return [times[job.record] for job in jobs]
+
+
+def test_a_fetch_is_worked_on_while_a_thread_of_its_own_computes_an_update():
+    assert ends([computing(0, 9.0), fetching(1)], apart=True) == [9.0, 2.0]
+    assert ends([computing(0, 9.0), fetching(1)]) == [9.0, 11.0], "one thread begins no read while it works"
+
+
+def test_updates_are_computed_one_after_the_other_and_fetches_handled_likewise():
+    jobs = [computing(0, 4.0), computing(1, 4.0), fetching(2), fetching(3)]
+    assert ends(jobs, apart=True) == [4.0, 8.0, 2.0, 3.0]
+
+
+def test_what_computes_leaves_slots_to_what_does_not():
+    jobs = [*(computing(number, 3.0, written=10.0) for number in range(4)), fetching(4)]
+    assert ends(jobs, apart=True)[-1] == 2.0
+    assert ends([*(computing(number, 3.0, written=10.0) for number in range(4)), fetching(4)])[-1] > 12.0
+
+
+def test_the_lanes_thread_asks_for_what_computes_and_goes_on_when_that_is_done():
+    asking = computing(0, 9.0, asked_s=3.0)
+    assert ends([asking, fetching(1)], apart=True) == [12.0, 3.0 + 2.0]
+
+
+def test_a_fetch_behind_one_that_is_busy_does_not_hold_up_others():
+    jobs = [computing(0, 9.0), SimulatedPass(0, 1, 10.0, 0.0, 0.0), fetching(1)]
+    clock, seen = Clock(Rates(DISK, shared=False)), []
+    lane = SimulatedLane(clock, 4, apart=True)
+    for job in jobs:
+        job.call_when_done(lambda job=job: seen.append((job.record, clock.now)))
+        lane.submit(job)
+    run(clock)
+    assert seen == [(1, 2.0), (0, 9.0), (0, 10.0)]
+
+
+def test_of_updates_in_the_backward_the_newest_comes_first_and_what_is_waited_for_before_it():
+    def order(**kind):
+        clock, seen = Clock(Rates(DISK, shared=False)), []
+        lane = SimulatedLane(clock, 4, apart=True)
+        jobs = [computing(number, 1.0, **kind) for number in range(6)]
+        for job in jobs:
+            job.call_when_done(lambda job=job: seen.append(job.record))
+            lane.submit(job)
+        lane.wait(jobs[3])
+        run(clock)
+        return seen
+
+    assert order() == [0, 1, 3, 2, 4, 5]
+    assert order(deferrable=True) == [0, 1, 3, 5, 4, 2]
