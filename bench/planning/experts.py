@@ -4,13 +4,16 @@ the bytes that steps of a small Mixtral move, with its experts one by one and wh
     infinity bench experts --nvme DIR --json experts.json
 
 Traces are drawn with a stated skew and drift; see routing. Belady's optimum, which knows the future, is the
-limit. The Mixtral is real: random weights, few tokens, everything on NVMe that the budget does not hold.
+limit of all policies, and "odds known" in the mean that of those which do not know it. Where libcachesim is
+installed, its Belady is shown, too. --recorded adds traces of a model that was trained on text: see recorded.
+The Mixtral is real: random weights, few tokens, everything on NVMe that the budget does not hold.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,14 @@ from rich.console import Console
 from infinity.bench.arguments import positive, some_size
 from infinity.bench.engine.runs import folder_on
 from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, report
-from infinity.bench.planning.routing import POLICIES, TRACES, compared
+from infinity.bench.planning.library_caches import cached_by, is_installed
+from infinity.bench.planning.recorded import recorded_runs
+from infinity.bench.planning.routing import POLICIES, TRACES, PolicyResult, Run, compared
 
 HELP = "which experts stay in memory, beside LRU, LFU and Belady's optimum; the bytes of a small Mixtral"
 _SHARES = (8, 4, 2)
+_LIBRARYS = "Belady, libcachesim"
+_BOUND = "odds known"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="traces of each kind, of which means are shown; 3",
     )
+    what = "traces that `python -m infinity.bench.planning.recorded --json FILE` has written"
+    add("--recorded", type=Path, metavar="FILE", help=what)
     budget = "host_memory of the Mixtral; 2MiB"
     add("--host-memory", type=some_size, default=2 << 20, metavar="SIZE", help=budget)
     add_outputs(parser)
@@ -49,12 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, console: Console) -> int:
     """Simulate, train, and report.
 
-    Raises: OSError, of a full disk for example.
+    Raises: OSError, of a full disk for example; ConfigError for a file that holds no traces.
     """
     check_outputs(options)
     with folder_on(options.nvme) as folder:
         with console.status("routing"):
             rows = list(simulated(options))
+            if options.recorded is not None:
+                rows += of_recorded(options.recorded)
         with console.status("training"):
             moved = {how: trained(how, folder, options.host_memory) for how in ("slices", "whole")}
         report(findings_of(rows, moved, options), options, console, folder)
@@ -68,9 +79,25 @@ def simulated(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         runs = [
             kind.run(seed, options.steps, options.experts, options.tokens) for seed in range(options.seeds)
         ]
-        for of_room in zip(*(compared(one, rooms) for one in runs), strict=True):
+        for of_room in zip(*(compared(one, rooms, _policies()) for one in runs), strict=True):
             means = {key: sum(float(row[key]) for row in of_room) / len(of_room) for key in of_room[0]}
-            yield {"trace": kind.name, **means}
+            bound = kind.most_hits(options.experts, options.tokens, int(means["room"]))
+            yield {"trace": kind.name, **means, f"{_BOUND} hits": bound}
+
+
+def of_recorded(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield a row for each recorded trace and room.
+
+    Raises: ConfigError for a file that holds none; OSError.
+    """
+    for name, run in recorded_runs(file).items():
+        slices = len({one for step in run for one in step})
+        for row in compared(run, [max(slices // share, 1) for share in _SHARES], _policies()):
+            yield {"trace": name, "recorded": True, **row}
+
+
+def _policies() -> Mapping[str, Callable[[Run, int], PolicyResult]]:
+    return {**POLICIES, _LIBRARYS: partial(cached_by, "Belady")} if is_installed() else POLICIES
 
 
 def trained(how: str, folder: str | Path, host_nbytes: int) -> dict[str, float]:
@@ -119,15 +146,17 @@ def findings_of(
     def percent(value: Any) -> str:
         return f"{100 * value:.1f} %"
 
-    skewed = [row for row in rows if row["trace"] != "even"]
-    least, static = (
+    drawn = [row for row in rows if f"{_BOUND} hits" in row]
+    skewed = [row for row in drawn if row["trace"] != "even"]
+    least, most = (
         min((row[f"{name} hits"] / row["Belady hits"] for row in skewed), default=0.0)
-        for name in ("Infinity", "static")
+        for name in ("Infinity", _BOUND)
     )
-    known = f"of a choice made once, with the whole run known: {percent(static)}"
+    of_bound = min((row["Infinity hits"] / row[f"{_BOUND} hits"] for row in skewed), default=0.0)
     online = [max(row["LRU hits"], row["LFU hits"]) - row["Infinity hits"] for row in rows]
+    best = f"of the best that does not know what is drawn {percent(most)}, of which {percent(of_bound)}"
     lines = [
-        f"hits beside Belady's, on skewed traces: at least {percent(least)}; {known}",
+        f"hits beside Belady's, on skewed traces: at least {percent(least)}; {best}",
         f"hits below the better of LRU and LFU: at most {percent(max(0.0, *online))} of the uses",
     ]
     for how, of in moved.items():
@@ -141,7 +170,7 @@ def findings_of(
         columns=[
             Column("trace", "routing"),
             Column("room", "room", lambda value: f"{value:.0f}"),
-            *(Column(f"{name} hits", name, percent) for name in POLICIES),
+            *(Column(f"{name} hits", name, percent) for name in (*_policies(), _BOUND)),
         ],
         verdicts=lines,
         options=asked(options),

@@ -4,6 +4,13 @@ A trace is a list of steps, a step the list of the experts that it uses, each on
 experts, all of one size. A use that finds its expert in memory is a hit; any other reads it and writes it
 back. Caches (LRU, LFU) take in what was used, and give up something else. Infinity's placement is decided
 between steps, from the expected uses: what moves into memory is written once less, what leaves once more.
+
+[Note: what can be known]
+The tokens of a step are drawn anew, so that nothing of the past says more than how popular each expert is
+now. A step uses each expert once: what is taken in for a use is used again in a later step alone. So a step's
+hits are at most the experts that were in memory when it began and that it uses, and in the mean they are
+most where these are the most popular ones. Belady's rule knows what is drawn: of 128 experts, 32 tokens a
+step and a skew of 1.2, that choice has 90 % of its hits with room for 16, 92 % for 32, 96 % for 64.
 """
 
 from __future__ import annotations
@@ -34,6 +41,14 @@ class RoutingTrace:
     skew: float
     drift: float = 0.0
     change_every: int = 0
+
+    def most_hits(self, experts: int, tokens: int, room: int) -> float:
+        """Return the hit rate that no policy exceeds in the mean which does not know what is drawn next, even
+        where it knows how popular each expert is now: see [Note: what can be known].
+        """
+        weights = np.arange(1, experts + 1) ** -self.skew
+        used = 1 - (1 - weights / weights.sum()) ** tokens  # the chance that a step uses it
+        return float(used[:room].sum() / used.sum())
 
     def run(self, seed: int, steps: int, experts: int, tokens: int) -> Run:
         """Return the experts that each step's tokens are routed to."""
@@ -192,11 +207,13 @@ POLICIES: Mapping[str, Callable[[Run, int], PolicyResult]] = {
 }
 
 
-def compared(run: Run, rooms: Sequence[int]) -> list[dict[str, object]]:
+def compared(
+    run: Run, rooms: Sequence[int], policies: Mapping[str, Callable[[Run, int], PolicyResult]] = POLICIES
+) -> list[dict[str, object]]:
     """Return a row for each room: hit rates and records moved per use, by policy."""
     rows: list[dict[str, object]] = []
     for room in rooms:
-        kept = {name: policy(run, room) for name, policy in POLICIES.items()}
+        kept = {name: policy(run, room) for name, policy in policies.items()}
         rates = {f"{name} hits": one.hit_rate for name, one in kept.items()}
         moved = {f"{name} moved": one.moved / one.uses for name, one in kept.items()}
         rows.append({"room": room, **rates, **moved})

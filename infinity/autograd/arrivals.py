@@ -327,9 +327,8 @@ class Arrivals:
         self._agree_on_divided()
         self._gradients.end_backward(self._units)
         self._outgoing_share.use_deferred()
-        for unit in self._units:
-            if self._gradients.outgoing_of(unit):
-                self._gradients.settle(unit)
+        for unit in self._gradients.units_outgoing():
+            self._gradients.settle(unit)
         for updater in [one for one in self.optimizers if one.update == "backward"]:
             for unit in self._units:
                 waiting = self._kept(unit, updater)

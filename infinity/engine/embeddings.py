@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 
 from infinity.planning.tile_size import rows_of_block
@@ -65,4 +66,6 @@ def _references(embedding: nn.Embedding) -> int:
     return sys.getrefcount(embedding._parameters["weight"])
 
 
-_ALONE = _references(nn.Embedding(1, 1, device="meta"))  # draws no random numbers at its import
+# Of a weight on which nothing was computed: initial values draw random numbers, and leave garbage that refers
+# to it, which may not have been collected.
+_ALONE = _references(nn.Embedding(1, 1, _weight=torch.empty(1, 1, device="meta")))

@@ -9,6 +9,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -85,13 +86,7 @@ class GradientStore:
         self._reduction: Reduction | None = None
         if peers is not None:
             self._reduction = Reduction(
-                peers,
-                lane,
-                device,
-                kept,
-                outgoing_share,
-                deferred=deferred,
-                bucket_nbytes=bucket_nbytes,
+                peers, lane, device, kept, outgoing_share, deferred=deferred, bucket_nbytes=bucket_nbytes
             )
         self._at_once: dict[int, int] = {}
         self._in_record: defaultdict[Unit, WeakValueDictionary[int, Gradient]]
@@ -395,10 +390,12 @@ class GradientStore:
         gradient.send(tensor, self._outgoing_share.lease(tensor.nbytes))
         self._outgoing[unit][gradient.index] = gradient
 
+    def units_outgoing(self) -> list[Unit]:
+        """Return the units that have such, in order."""
+        return sorted((unit for unit, any_ in self._outgoing.items() if any_), key=attrgetter("index"))
+
     def outgoing_of(self, unit: Unit) -> dict[int, Gradient]:
-        """Return a unit's gradients, by parameter, that wait for the others to be applied or spilled with
-        them.
-        """
+        """Return a unit's gradients, by parameter, that wait for its others, to be applied or spilled."""
         return dict(self._outgoing.get(unit, {}))
 
     def settle(self, unit: Unit) -> None:

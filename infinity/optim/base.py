@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -147,10 +148,15 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
                 loss = closure()
         for engine in self._engines.values():
             engine.arrivals.finish_backward()
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # of many slices few have one: none is asked for the rest
+            having = [
+                (group, one) for group in self.param_groups for one in group["params"] if one.grad is not None
+            ]
         found = [
             (group, one, gradient)
-            for group in self.param_groups
-            for one in group["params"]
+            for group, one in having
             if (gradient := self.mine[id(one)].engine.arrivals.gradient_of(one)) is not None
         ]
         beside = self._beside({id(one) for _, one, _ in found})
@@ -194,28 +200,40 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
 
     def _decide_missed(self, slices: Iterable[tuple[nn.Parameter, Unit, int]], clip: float) -> None:
         """Add updates with gradients of zeros, of which there are many in each step: none is ever made."""
+        recipes: dict[int, Recipe] = {}
         known: dict[tuple[int, int], Any] = {}
         # Of many slices with the same past: they share what is immutable. By what was pending, kept alive.
-        made: dict[tuple[Any, ...], tuple[Update | None, Update]] = {}
+        made: dict[tuple[int, int, int, int], tuple[Update | None, Update]] = {}
+        counts = self.counts
         for parameter, unit, index in slices:
-            place, recipe = self.mine[id(parameter)], self.recipe_of(parameter)
+            place = self.mine[id(parameter)]
+            group = place.group
+            recipe = recipes.get(group)
+            if recipe is None:
+                recipe = recipes[group] = self.recipe_of(parameter)
             _check_unused(unit)
-            if id(parameter) not in self._begun or unit.record.in_files is not None:
+            record = unit.record
+            if id(parameter) not in self._begun or record.in_files is not None:
                 self.make_room(place.engine, parameter)
-            state = self.counts.setdefault(parameter, {})
+            state = counts.setdefault(parameter, {})
             step = state["step"] = state.get("step", 0) + 1
-            if unit.record.is_elsewhere:
+            if record.is_elsewhere:
                 continue  # the ranks that have it update it
-            if (place.group, step) not in known:
-                known[place.group, step] = recipe.scalars(self.param_groups[place.group], step, clip)
-            rounds = unit.record.schema.state_dtype != "fp32"
+            scalars = known.get((group, step))
+            if scalars is None:
+                scalars = known[group, step] = recipe.scalars(self.param_groups[group], step, clip)
+            rounds = record.schema.state_dtype != "fp32"
             key = kernels.state_key(self.seed, place.position, step) if rounds else 0
-            before, scalars = unit.pending.get(index), known[place.group, step]
-            past = (id(before), id(scalars), key, id(recipe))
-            if past not in made:
+            before = unit.pending.get(index)
+            past = (id(before), group, step, key)
+            shared = made.get(past)
+            if shared is None:
                 fresh = Update(scalars, None, None, key, recipe=recipe)
-                made[past] = before, fresh if before is None else before.then_missed(scalars, key)
-            unit.pending[index] = made[past][1]
+                shared = made[past] = (
+                    before,
+                    fresh if before is None else before.then_missed(scalars, key),
+                )
+            unit.pending[index] = shared[1]
             self._decided.add(unit)
             unit.values_changed()
 
@@ -252,11 +270,17 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         """Apply updates of earlier steps that are still pending; but see [Note: missed steps]."""
         busy = {gradient.unit for gradient in gradients if gradient.form is not Form.ZERO}
         decided, self._decided = self._decided, set()
-        for unit in sorted(decided, key=lambda one: one.index):  # ranks may orthogonalize, in one order
+        counted: dict[int, tuple[Update, float]] = {}  # many slices share an update, which is kept alive
+        for unit in sorted(decided, key=attrgetter("index")):  # ranks may orthogonalize, in one order
             if not unit.pending:
                 continue
+            misses = 0.0
+            for one in unit.pending.values():
+                if id(one) not in counted:
+                    counted[id(one)] = one, one.misses if one.may_miss else math.inf
+                misses = max(misses, counted[id(one)][1])
             limit = MISSED_LIMIT - unit.index % max(1, MISSED_LIMIT // 4)  # not all in one step
-            if unit not in busy and all(one.may_miss and one.misses < limit for one in unit.pending.values()):
+            if unit not in busy and misses < limit:
                 self._decided.add(unit)
             else:
                 self._engine(unit).residency.flush(unit)

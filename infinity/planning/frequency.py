@@ -30,7 +30,8 @@ places, nor within the first 20 steps: that is followed as before. With a SURPRI
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,8 +63,10 @@ class Frequencies:
         self._updates = _Followed(units, half_life_steps)
         self._touched = _Followed(units, half_life_steps)  # whether a step has any use
         self._settled_at = 0
-        # Of this step: lists, which count one at a time faster than arrays.
-        self._used, self._fetched, self._updated = [0] * units, [0] * units, [0] * units
+        # Of this step, those that have any: of many slices a step uses few.
+        self._used: Counter[int] = Counter()
+        self._fetched: Counter[int] = Counter()
+        self._updated: Counter[int] = Counter()
         self._steps_used = np.zeros(units, np.int64)
 
     @property
@@ -89,12 +92,12 @@ class Frequencies:
     def close_step(self) -> None:
         """Fold what this step counted into what is expected."""
         counted = (self._uses, self._used), (self._fetches, self._fetched), (self._updates, self._updated)
-        touched = [min(uses, 1) for uses in self._used]
-        self._steps_used += touched
+        touched = dict.fromkeys(self._used, 1)
+        self._steps_used[list(touched)] += 1
         self._touched.close_step(touched)
         for average, now in counted:
             average.close_step(now)
-            now[:] = [0] * len(now)
+            now.clear()
         changed = self._touched.changed()
         if changed is not None:
             for one in (self._uses, self._fetches, self._updates, self._touched):
@@ -134,6 +137,14 @@ class Frequencies:
         """Return the updates expected per step."""
         return self._updates.of(unit)
 
+    def fetches_of_all(self) -> NDArray[np.float64]:
+        """Return `fetches` of each unit."""
+        return self._fetches.of_all()
+
+    def updates_of_all(self) -> NDArray[np.float64]:
+        """Return `updates` of each unit."""
+        return self._updates.of_all()
+
 
 class _Average:
     """See [Note: the average]."""
@@ -146,9 +157,9 @@ class _Average:
         self.sum = np.zeros(count)
         self.weight = np.zeros(1)
 
-    def close_step(self, counted: Sequence[int]) -> None:
+    def close_step(self, counted: Mapping[int, int]) -> None:
         self.sum *= self.decay
-        self.sum += counted
+        self.sum[list(counted)] += list(counted.values())
         self.weight = self.weight * self.decay + 1
         self.steps += 1
 
@@ -170,12 +181,15 @@ class _Followed:
     def steps(self) -> int:
         return self._all.steps
 
-    def close_step(self, now: Sequence[int]) -> None:
+    def close_step(self, now: Mapping[int, int]) -> None:
         for average in (self._all, self._recent):
             average.close_step(now)
 
     def of(self, index: int) -> float:
         return float(self._all.sum[index] / self._all.weight[index]) if self.steps else 0.0
+
+    def of_all(self) -> NDArray[np.float64]:
+        return self._all.all()
 
     def with_another(self, index: int, count: float) -> float:
         decay = self._all.decay

@@ -30,18 +30,16 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from infinity.sizes import format_size
+import numpy as np
 
-GRADIENT_DENSITY = 2.0
-"""NVMe bytes saved per step and byte of a gradient that stays in memory."""
+from infinity.planning.densest import GOLDEN, GRADIENT_DENSITY, FieldColumns, densest, numbered
+from infinity.sizes import format_size
 
 REVISED_EVERY = 8
 """Steps. Expectations change slowly; but where the pattern has changed each step counts: see frequency."""
 
 HORIZON_STEPS = 20
 """Steps within which a move has to pay."""
-
-_GOLDEN = 0.6180339887498949
 
 _LINK = 0.1
 """What a byte between host and device costs, in NVMe bytes."""
@@ -146,7 +144,7 @@ class PlacementBudget:
 
 def spread(count: int) -> list[int]:
     """Return 0 … count-1 in an order of which every beginning is spread evenly."""
-    return sorted(range(count), key=lambda index: (index * _GOLDEN) % 1.0)
+    return sorted(range(count), key=lambda index: (index * GOLDEN) % 1.0)
 
 
 def choose(
@@ -161,29 +159,16 @@ def choose(
     room_nbytes: for gradients and kept fields together. gradient_nbytes: what a step's gradients would take
     of it; only what is denser than a gradient is kept at their expense. placed: see [Note: hysteresis].
     """
-    chosen = []
-    left = room_nbytes
-    for candidate in _ranked(candidates, placed, horizon_steps):
-        useful = candidate.density > 0 or candidate.key in placed
-        available = left if candidate.density > GRADIENT_DENSITY else left - gradient_nbytes
-        if useful and candidate.nbytes <= available:
-            chosen.append(candidate.key)
-            left -= candidate.nbytes
-    return chosen
-
-
-def _ranked(
-    candidates: Iterable[Candidate], placed: Container[Key], horizon_steps: int
-) -> Iterator[Candidate]:
-    """Yield the densest first, equals of one field evenly spread. Differences below a hundredth are noise."""
-    equals: dict[tuple[float, str], list[Candidate]] = defaultdict(list)
-    for candidate in candidates:
-        bonus = 2 / horizon_steps if candidate.key in placed else 0.0
-        equals[round(candidate.density + bonus, 2), candidate.field].append(candidate)
-    for density_field in sorted(equals, key=lambda density_field: -density_field[0]):
-        group = sorted(equals[density_field], key=lambda candidate: candidate.unit)
-        for index in spread(len(group)):
-            yield group[index]
+    rows = list(candidates)
+    field, _ = numbered([one.field for one in rows])
+    columns = FieldColumns(
+        np.array([one.unit for one in rows], np.int64),
+        field,
+        np.array([one.nbytes for one in rows], np.int64),
+        np.array([one.density for one in rows], np.float64),
+        np.array([one.key in placed for one in rows], np.bool_),
+    )
+    return [rows[row].key for row in densest(columns, room_nbytes, gradient_nbytes, horizon_steps)]
 
 
 def place(
@@ -251,13 +236,24 @@ def revise(
         raise ValueError(f"placed, but no candidate: {unknown}; give every field that is placed as one")
     new = place(candidates, budget, old, horizon_steps)
     moves = _moves(old, new, sizes, budget)
+    gain = _saved(new, candidates, budget) - _saved(old, candidates, budget) if moves else 0.0
+    fits = not moves or _fits(old, candidates, budget)
+    return decided(old, new, moves, gain, horizon_steps, fits=fits)
+
+
+def decided(
+    old: Placement, new: Placement, moves: tuple[Move, ...], gain: float, horizon_steps: int, *, fits: bool
+) -> Revision:
+    """Return `new` if that pays within `horizon_steps`, or if `old` no longer fits, else `old`; and why.
+
+    gain: NVMe bytes that it saves more in a step.
+    """
     if not moves:
         return Revision(old, (), f"as before: {len(old)} fields placed")
     cost = sum(move.cost_nbytes for move in moves)
-    gain = _saved(new, candidates, budget) - _saved(old, candidates, budget)
     what = f"{len(moves)} moves of {format_size(sum(move.nbytes for move in moves))}"
     saves = f"saving {format_size(gain)} a step"
-    if not _fits(old, candidates, budget):
+    if not fits:
         return Revision(new, moves, f"{what}, since there is less room than before; {saves}")
     if gain * horizon_steps <= cost:
         why = f"{what}, {saves}, would not pay within {horizon_steps} steps"

@@ -32,6 +32,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 from infinity.planning.queue import NO_FETCH, Job, PassLane, QueuedPass
@@ -271,6 +272,8 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         self._routed: Mapping[_UnitT, bool] = {}
         """See [Note: routed units]; and whether a backward uses them again."""
         self._announced: deque[_UnitT] = deque()
+        self._charged: dict[_UnitT, None] = {}
+        """Units that wait for a use: few, where there are many."""
         self._idle: dict[_UnitT, None] = {}
         """Routed units that wait since a use, the one used longest ago first."""
         self._keeps_resident = False
@@ -376,10 +379,9 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
             if room_nbytes < 0:
                 break
             wanted[unit.index] = None
-        for unit in self.units:
+        for unit in self._waiting():
             needed = unit is but or unit.index in wanted or unit in self._routed
-            stays = self._keeps_resident or needed or unit.residence.lodged
-            if unit.residence.waits and not stays:
+            if not (self._keeps_resident or needed or unit.residence.lodged):
                 self.evict(unit)
         self._owed = deque(wanted)
 
@@ -447,6 +449,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
                 return False
             self.evict(idle)
         unit.residence.charge(nbytes)
+        self._charged[unit] = None
         return True
 
     def _window_of(self, unit: _UnitT) -> Window:
@@ -455,6 +458,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
 
     def _end_waiting(self, unit: _UnitT) -> None:
         charged = unit.residence.uncharge()
+        self._charged.pop(unit, None)
         self._idle.pop(unit, None)
         if charged is not None:
             self._window_of(unit).release(charged)
@@ -475,9 +479,13 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         unit.deallocate()
 
     def _evict_waiting(self, *, only_pending: bool = False) -> None:
-        for unit in self.units:
-            if unit.residence.waits and (unit.pending or not (only_pending or unit.residence.lodged)):
+        for unit in self._waiting():
+            if unit.pending or not (only_pending or unit.residence.lodged):
                 self.evict(unit)
+
+    def _waiting(self) -> list[_UnitT]:
+        """Return the units that wait for a use, in the order of `units`."""
+        return sorted(self._charged, key=attrgetter("index"))
 
     def lodge(self, units: Iterable[_UnitT]) -> None:
         """Have these units, and no others, stay on the device from their next use on; see [Note: residence].
@@ -495,7 +503,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         lodged units only when no other waits, and none that lies where it computes, which would free nothing.
         Return whether there was one.
         """
-        waiting = [unit for unit in self.units if unit.residence.waits and not unit.in_place]
+        waiting = [unit for unit in self._waiting() if not unit.in_place]
         if not waiting:
             return False
         next_use: dict[_UnitT, int] = {}
@@ -556,11 +564,9 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
     def open_round(self, opening: Iterable[int]) -> None:
         """Begin a round, at whose begin `opening` wait, or are on their way. What else waits leaves."""
         wanted = dict.fromkeys(opening)
-        for unit in self.units:
-            stays = (
-                self._keeps_resident or unit.index in wanted or unit in self._routed or unit.residence.lodged
-            )
-            if unit.residence.waits and not stays:
+        for unit in self._waiting():
+            stays = unit.index in wanted or unit in self._routed or unit.residence.lodged
+            if not (self._keeps_resident or stays):
                 self.evict(unit)
         self._owed = deque(wanted)
         self.fetch_owed()

@@ -31,7 +31,9 @@ from infinity.lane.lane import StreamLane
 from infinity.lane.passes import LeavePass
 from infinity.planning.admission import Admission
 from infinity.planning.frequency import Frequencies
+from infinity.planning.many_slices import revise_in_host
 from infinity.planning.placement import (
+    HORIZON_STEPS,
     REVISED_EVERY,
     Candidate,
     Key,
@@ -46,6 +48,7 @@ from infinity.records.record import Record
 from infinity.sizes import BLOCK, round_up
 from infinity.storage.memory import Ledger
 from infinity.storage.store import Extent, HostStore, Store
+from infinity.units.all_fields import AllFields
 from infinity.units.device_tier import DeviceTier
 from infinity.units.unit import Unit
 
@@ -79,6 +82,7 @@ class Pins:
         self.reason = ""
         """Why the placement was decided as it was, as text for logs."""
         self._units = units
+        self._fields = AllFields(units)
         self._frequencies = frequencies
         self._lane = lane
         self._kept = kept
@@ -110,7 +114,7 @@ class Pins:
         if self._steps % REVISED_EVERY == 1 or self._frequencies.unsettled or self._rounds:
             budget = self._budget(self._gradient_nbytes, self._admission.reserve_nbytes)
             self._decide_packing(budget.host_nbytes - self._gradient_nbytes)
-            self._revise(revise(self._placement, list(self._candidates(self._frequencies)), budget))
+            self._revise(self._revision(self._frequencies, budget))
         self._rounds = 0
         self._make_reserve(self._admission)
         self._set_targets()
@@ -202,10 +206,7 @@ class Pins:
             budget = self._budget(0, self._in_use_nbytes() + reserve, taken)
             self._decide_packing(budget.host_nbytes)
             fixed = {key: tier for key, tier in self._placement.items() if key[0] in records}
-            old = {key: tier for key, tier in self._placement.items() if key[0] not in records}
-            candidates = [one for one in self._candidates(expected) if one.unit not in records]
-            placed = [replace(one, whole=False) if one.whole else one for one in candidates]
-            self._revise(revise(old, placed, budget, horizon_steps=2 * self._rounds), fixed)
+            self._revise(self._revision(expected, budget, 2 * self._rounds, records), fixed)
         self._make_reserve(self._admission_in_rounds)
         self._set_targets()
         self._lodge(moves=False)
@@ -223,7 +224,30 @@ class Pins:
         """
         self._forget_own()
         held = self._budget(0, self._in_use_nbytes() + nbytes)
-        self._revise(revise(self._placement, list(self._candidates(self._frequencies)), held))
+        self._revise(self._revision(self._frequencies, held))
+
+    def _revision(
+        self,
+        expected: Frequencies,
+        budget: PlacementBudget,
+        horizon_steps: int = HORIZON_STEPS,
+        records: AbstractSet[int] | None = None,
+    ) -> Revision:
+        """Decide. records: of a round, the units whose whole records live on the device, and stay there."""
+        fields = self._fields
+        fields.look()
+        if self._tier is None and self._nvme is not self._host and fields.nbytes.all():
+            packed = self._packed_nbytes if self._packs else None
+            columns = fields.columns(expected, self._placement, packed)
+            return revise_in_host(self._placement, fields.keys, columns, budget, horizon_steps)
+        candidates = list(self._candidates(expected))
+        if records is None:
+            return revise(self._placement, candidates, budget, horizon_steps)
+        old = {key: tier for key, tier in self._placement.items() if key[0] not in records}
+        movable = [
+            replace(one, whole=False) if one.whole else one for one in candidates if one.unit not in records
+        ]
+        return revise(old, movable, budget, horizon_steps)
 
     def _forget_own(self) -> None:
         """Forget the place of what has left its checkpoint's files since, where that is no longer its own.
@@ -277,8 +301,8 @@ class Pins:
 
     def _decide_packing(self, room_nbytes: int) -> None:
         """Decide whether packed weights stay packed in host memory: all that is there does not fit else."""
-        fields = ((unit.record, name) for unit in self._units for name in unit.record.fields)
-        if self._packs or sum(record.field_nbytes(name) for record, name in fields) <= room_nbytes:
+        self._fields.look()
+        if self._packs or int(self._fields.nbytes.sum()) <= room_nbytes:
             return
         widened = {
             (unit, name): self._units[unit].record.field_nbytes(name)

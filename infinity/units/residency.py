@@ -111,6 +111,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         self.units = units
         self._ahead.resize(ahead_nbytes)
         self._routed = routed
+        self._layers.open(units, routed)
         divided = [unit for unit in units if not unit.record.holders.are_all]
         if divided:
             left = self._left_nbytes(routed)
@@ -119,12 +120,11 @@ class UnitResidency(Residency[Unit, UpdatePass]):
             self._ahead.resize(left)
         self.give_window(self._ahead.limit_nbytes)
         self._uses_of = {phase: [Use(phase, unit.index) for unit in units] for phase in Phase}
-        planned = [unit.index for unit in units if unit not in self._routed]
-        forward = [self._uses_of[Phase.FORWARD][one] for one in planned]
-        back = [self._uses_of[Phase.BACKWARD][one] for one in reversed(planned)]
+        forward = [self._uses_of[Phase.FORWARD][one.index] for one in self._layers.others]
+        back = [self._uses_of[Phase.BACKWARD][one.index] for one in reversed(self._layers.others)]
         for course in (self._steps, self._rounds):
             course.open(len(units))
-        self._plan_steps((*forward, *back))
+        self._plan(self._steps, (*forward, *back), self._fetched_sizes())
 
     def meet_by(self, meeting: MeetingOfRanks) -> None:
         """Have the ranks meet before each use: see [Note: ranks that choose] in meeting."""
@@ -200,26 +200,28 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         course.plan(trace, sizes, self._planned_nbytes(), hides, lodged)
         self.counts.count_plan()
 
-    def _plan_steps(self, trace: tuple[Use, ...]) -> None:
-        self._plan(self._steps, trace, self._fetched_sizes())
-
     def _planned_nbytes(self) -> int:
         """The window, without what is left to routed units: half of it, where they and the largest of the
         others need so much; an eighth to those that no backward uses again, and that wait for one use alone.
         """
-        shared = {unit: again for unit, again in self._routed.items() if unit.record.holders.are_all}
-        return self._left_nbytes(shared)
+        routed = self._routed.items()
+        return self._left_nbytes({unit: again for unit, again in routed if unit.record.holders.are_all})
 
     def _left_nbytes(self, routed: Mapping[Unit, bool]) -> int:
         limit = self._ahead.limit_nbytes
         once = sum(unit.resident_nbytes for unit, again in routed.items() if not again)
         of_routed = min(limit // 8, once)
         of_routed += sum(unit.resident_nbytes for unit, again in routed.items() if again)
-        others = (unit.resident_nbytes for unit in self.units if unit not in self._routed)
-        return limit - max(0, min(limit // 2, of_routed, limit - max(others, default=0)))
+        largest = max((unit.resident_nbytes for unit in self._layers.others), default=0)
+        return limit - max(0, min(limit // 2, of_routed, limit - largest))
 
     def _fetched_sizes(self) -> list[int]:
-        return [0 if self._never_fetched(unit) else unit.resident_nbytes for unit in self.units]
+        return self._sizes(lambda one: 0 if self._never_fetched(one) else one.resident_nbytes)
+
+    def _sizes(self, nbytes: Callable[[Unit], int]) -> list[int]:
+        """Return the bytes of each unit that a plan has, or names: no slices, unless a device has them."""
+        found = {one.index: nbytes(one) for one in (self._layers.others if self._on_host else self.units)}
+        return [found.get(index, 0) for index in range(len(self.units))]
 
     def _never_fetched(self, unit: Unit) -> bool:
         """Whether a use of the unit moves nothing: its values are in place, and either its whole record is in
@@ -546,7 +548,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         if not cursor.trace:
             return
         if self._has_other_window(self._steps) or self._steps.is_stale(self._fetched_sizes()):
-            self._plan_steps(tuple(cursor.trace))
+            self._plan(self._steps, tuple(cursor.trace), self._fetched_sizes())
         cursor.restart()
         if cursor.plan is not None and self._assembler is not None:
             self._assembler.check(cursor.plan)
@@ -569,13 +571,13 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         """
         course, cursor = self._rounds, self._rounds.cursor
         # What is to lie in place is not fetched ahead: its use puts it there.
-        sizes = [0 if one.comes_in_place or self._is_lodged(one) else one.window_nbytes for one in self.units]
+        sizes = self._sizes(lambda u: 0 if u.comes_in_place or self._is_lodged(u) else u.window_nbytes)
         if cursor.trace and (course.is_stale(sizes) or course.has_other_length):
             self._plan(course, tuple(cursor.trace), sizes)
         elif not course.planned or course.has_other_sizes(sizes) or self._has_other_window(course):
             planned = tuple(step.use for step in cursor.plan.steps) if cursor.plan is not None else None
-            others = (one.index for one in self.units if one not in self._routed)
-            self._plan(course, planned or tuple(Use(Phase.FORWARD, one) for one in others), sizes)
+            in_order = (Use(Phase.FORWARD, one.index) for one in self._layers.others)
+            self._plan(course, planned or tuple(in_order), sizes)
         self.counts.count_round()
         cursor.restart()
         if cursor.plan is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from infinity.units.unit import Unit
 
@@ -18,6 +18,12 @@ class RoutedLayers:
         """Know none."""
         self._layers: deque[Sequence[Unit]] = deque()
         self._layers_of: Counter[Unit] = Counter()
+        self.others: Sequence[Unit] = ()
+        """Units of the model that are no routed ones."""
+
+    def open(self, units: Sequence[Unit], routed: Container[Unit]) -> None:
+        """Take the units of a finished model."""
+        self.others = [unit for unit in units if unit not in routed]
 
     def announced(self, units: Sequence[Unit]) -> None:
         """A layer of a forward is about to use these units."""

@@ -150,9 +150,17 @@ def test_a_generated_token_reads_the_experts_that_it_is_routed_to_less_what_is_k
     assert 0 < read <= needed < every
 
 
-def test_no_more_than_the_routed_experts_and_the_window_is_resident(folder):
+OF_MANY = {
+    "64": ("mixtral", {"num_local_experts": 64, "num_experts_per_tok": 2}),
+    "256": ("deepseek_v3", {"n_routed_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 2}),
+}
+
+
+@pytest.mark.parametrize("experts", ["64", pytest.param("256", marks=pytest.mark.slow)])
+def test_no_more_than_the_routed_experts_and_the_window_is_resident(folder, experts):
+    name, sizes = OF_MANY[experts]
     with Init(nvme=folder, host_memory="2MiB"):
-        model = models.of_experts("mixtral", num_local_experts=64, num_experts_per_tok=2)
+        model = models.of_experts(name, **sizes)
     engine, most = engine_of_model(model), [0]
     of_stack, hold = set(slices_of(model)), engine.residency.hold
     window = engine.residency._ahead.limit_nbytes

@@ -2,10 +2,12 @@
 
 import argparse
 import itertools
+import json
 
 import pytest
 
-from infinity.bench.planning import experts
+from infinity.bench.planning import experts, recorded
+from infinity.bench.planning.library_caches import cached_by
 from infinity.bench.planning.routing import (
     POLICIES,
     TRACES,
@@ -17,6 +19,7 @@ from infinity.bench.planning.routing import (
     ours,
     static,
 )
+from infinity.errors import ConfigError
 
 
 def most_hits(uses, room, cache=frozenset()):
@@ -86,3 +89,34 @@ def test_a_small_mixtral_moves_the_bytes_of_the_experts_it_uses(tmp_path):
     found = experts.findings_of(list(experts.simulated(options)), {"slices": moved}, options)
     assert len(found.rows) == 3 * len(TRACES) + 1
     assert 'experts="slices": a step uses' in found.verdicts[2]
+
+
+def test_no_policy_that_does_not_know_what_is_drawn_has_more_hits_than_one_that_knows_the_odds():
+    kind = RoutingTrace("", 1.2)
+    run = kind.run(5, 400, 32, 8)
+    for room in (4, 8, 16):
+        bound = kind.most_hits(32, 8, room)
+        assert all(policy(run, room).hit_rate < bound + 0.01 for policy in (lru, lfu, ours))
+        assert belady(run, room).hit_rate > bound
+    assert kind.most_hits(32, 8, 32) == 1
+
+
+def test_libcachesims_caches_have_the_hits_of_ours():
+    pytest.importorskip("libcachesim")
+    run = RoutingTrace("", 1.2).run(0, 60, 64, 16)
+    for room in (8, 32):
+        assert cached_by("LRU", run, room) == lru(run, room)
+        assert lru(run, room).hits < cached_by("Belady", run, room).hits <= belady(run, room).hits
+
+
+def test_recorded_traces_are_read_as_they_were_written(tmp_path):
+    run = [[0, 15, 255], [3], [7, 8]]
+    assert recorded.unpacked(recorded.packed(run)) == run
+    (tmp_path / "some.json").write_text(
+        json.dumps({"rows": [{"trace": "text", "run": recorded.packed(run)}]})
+    )
+    rows = list(experts.of_recorded(tmp_path / "some.json"))
+    assert [(row["trace"], row["room"]) for row in rows] == [("text", 1), ("text", 1), ("text", 3)]
+    (tmp_path / "other.json").write_text('{"rows": [{"seconds": 1}]}')
+    with pytest.raises(ConfigError, match=r"other\.json.*recorded --json"):
+        list(experts.of_recorded(tmp_path / "other.json"))
