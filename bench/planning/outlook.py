@@ -109,11 +109,12 @@ def limit(one: Planned) -> str:
 
 def _by_field(one: Planned) -> dict[str, float]:
     """Return the fraction of units, by field, that is pinned in host memory."""
-    units = len(one.outline.parts)
+    if one.demand is None:
+        return {}
     counts: dict[str, int] = {}
-    for (_, name), tier in one.demand.placement.items() if one.demand is not None else ():
+    for (_, name), tier in one.demand.placement.items():
         counts[name] = counts.get(name, 0) + (tier == "host")
-    return {name: count / units for name, count in counts.items()}
+    return {name: count / len(one.demand.units) for name, count in counts.items()}
 
 
 def single(pairs: Pairs, options: argparse.Namespace) -> Findings:

@@ -150,11 +150,14 @@ def recorded_runs(file: Path) -> dict[str, list[list[int]]]:
     """
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-        return {row["trace"]: unpacked(row["run"]) for row in rows}
-    except (ValueError, KeyError, TypeError) as error:
+        runs = {row["trace"]: unpacked(row["run"]) for row in rows}
+        if idle := [name for name, run in runs.items() if not any(run)]:
+            raise ValueError(f"nothing is used in {idle[0]!r}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{file}: not what `python -m infinity.bench.planning.recorded --json` writes ({error})"
         ) from error
+    return runs
 
 
 def _measure(options: argparse.Namespace, _folder: Path, console: Console) -> Findings:

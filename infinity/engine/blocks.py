@@ -21,8 +21,9 @@ began with, whatever the settings say: its commit names the parameters of each r
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -60,6 +61,7 @@ class Block(NamedTuple):
 class PossibleBlock(NamedTuple):
     """A module that would be a block, if it is small enough."""
 
+    name: str
     nbytes: int
     """Of all its parameters, as they compute."""
     groups: list[list[nn.Module]]
@@ -95,18 +97,22 @@ def by_settings(units: str, most_nbytes: int, *, nvme: bool) -> Chooses:
 
 
 def by_commit(commit: Commit, named: Iterable[tuple[str, nn.Module]]) -> Chooses:
-    """Return what chooses the blocks of a durable run: those whose parameters share records in its commit.
-    named: modules with their names.
+    """Return what chooses the blocks of a durable run: those whose parameters share records of their name in
+    its commit; a module around such a block, too large to be one, may have the same groups. named: modules
+    with their names.
     """
-    records = {frozenset(name for name, _ in one.segments) for one in commit.records}
+    records = {(one.name, frozenset(name for name, _ in one.segments)) for one in commit.records}
     names: dict[int, str] = {}
     for name, module in named:
         names.setdefault(id(module), f"{name}." if name else "")
 
-    def is_record(group: Sequence[nn.Module]) -> bool:
-        return frozenset(names[id(part)] + name for part in group for name in _names(part)) in records
+    def are_records(block: PossibleBlock) -> bool:
+        return all(
+            (unit, frozenset(names[id(part)] + name for part in group for name in _names(part))) in records
+            for unit, group in zip(_unit_names(block.name), block.groups, strict=False)
+        )
 
-    return lambda one: all(map(is_record, one.groups))
+    return are_records
 
 
 def own(module: nn.Module) -> list[nn.Parameter]:
@@ -133,10 +139,17 @@ def blocks_of(
                 continue
             kinds = {one: kind_of(one) for one in child.parameters()}
             groups = _groups(parts, kinds, users)
-            if groups and chosen(PossibleBlock(sum(_nbytes(*item) for item in kinds.items()), groups)):
+            full, nbytes = f"{prefix}.{name}" if prefix else name, sum(_nbytes(*one) for one in kinds.items())
+            if groups and chosen(PossibleBlock(full, nbytes, groups)):
                 within.update(owners)
-                found.append(Block(f"{prefix}.{name}" if prefix else name, child, groups))
+                found.append(Block(full, child, groups))
     return found
+
+
+def _unit_names(block: str) -> Iterator[str]:
+    """Yield the names of a block's units, one for each of its groups."""
+    yield block
+    yield from (f"{block} no. {number}" for number in itertools.count(2))
 
 
 def _names(module: nn.Module) -> list[str]:
@@ -185,9 +198,9 @@ def name_blocks(
     records_of: the records that each module uses, by its id().
     """
     for block in blocks:
-        for number, group in enumerate(block.groups, 1):
+        for unit, group in zip(_unit_names(block.name), block.groups, strict=False):
             (record,) = dict.fromkeys(records_of[id(group[0])])
-            record.name_unit(block.name if number == 1 else f"{block.name} no. {number}")
+            record.name_unit(unit)
     return {id(block.module): [one for group in block.groups for one in group] for block in blocks}
 
 

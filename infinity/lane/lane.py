@@ -20,7 +20,7 @@ Beside an accelerator, passes that *compute* (updates, and what waits for gradie
 on their way to host memory) are worked on by a thread of their own, the worker: an update takes milliseconds,
 and what is fetched is to be handled, widened and uploaded meanwhile. The lane's thread does all the rest: it
 begins and ends every transfer, owns the slots, and gives the worker tiles whose reads are over, those of a
-pass in their order, a few at a time, those that are needed soonest first (`is_sooner` in tile.py). Of the
+pass in their order, a few at a time, those that are needed soonest first (`is_sooner_than` in planning/queue.py). Of the
 others it takes the oldest tile whose reads are over, and looks again soon where none are. Those that compute
 leave some slots to the others, and no pass waits behind one whose record another is busy with.
 Where the CPU computes, one thread does both: what is read lies where it is used, the cores are the same, and
@@ -40,7 +40,7 @@ from collections.abc import Sequence
 from infinity.errors import EngineFailedError
 from infinity.lane.base import Pass
 from infinity.lane.counts import LaneTimes
-from infinity.lane.tile import LaneTile, is_sooner
+from infinity.lane.tile import LaneTile
 from infinity.lane.worker import LaneWorker
 from infinity.planning.queue import Job, Queue
 from infinity.records.record import Record
@@ -401,7 +401,7 @@ class StreamLane:
             if under_way is None and tile.owner.ready:
                 if self._worker is None or not tile.owner.computes:
                     return self._take_from(index)
-                if chosen is None or is_sooner(tile, self._reading[chosen]):
+                if chosen is None or tile.owner.is_sooner_than(self._reading[chosen].owner):
                     chosen = index
             else:
                 reading = reading or under_way

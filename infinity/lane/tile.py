@@ -68,17 +68,3 @@ class LaneTile:
             job.note_written(name, self.start, self.stop)
         if job.progress.at_last_tile:
             transfers += job.settle()
-
-
-def is_sooner(tile: LaneTile, other: LaneTile) -> bool:
-    """Whether `tile`, behind `other` in the lane, is worked on before it; each is the first of its pass.
-
-    First come passes that another thread waits for, then those that are not `deferrable`, in their order. Of
-    the deferrable ones, updates in the backward, the newest comes first: the layer whose backward came last
-    is the first that the next forward needs (earliest deadline first, Liu and Layland 1973).
-    """
-    if tile.owner.urgent != other.owner.urgent:
-        return tile.owner.urgent
-    if tile.owner.deferrable != other.owner.deferrable:
-        return other.owner.deferrable
-    return tile.owner.deferrable and not tile.owner.urgent

@@ -365,6 +365,27 @@ def test_a_durable_run_goes_on_with_the_units_that_it_began_with(folder, first, 
 
 
 @pytest.mark.disk
+def test_a_durable_run_has_the_block_that_it_began_with_and_not_one_around_it_of_the_same_modules(folder):
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.within = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+            self.large = nn.Linear(8, 16384).requires_grad_(requires_grad=False)
+
+    names = []
+    for done in (0, 1):
+        model = of_blocks(lambda: nn.Sequential(Around()), nvme=folder, host_memory="2MiB", durable=True)
+        optimizer = AdamW(model[0].within.parameters())
+        assert infinity.resume(model, optimizer) == done
+        names.append(units(model))
+        model[0].within(torch.randn(2, 8).bfloat16()).sum().backward()
+        optimizer.step()
+        infinity.commit(model)
+        engine_of_model(model).close()
+    assert names[0] == names[1] == ["0.within.0", "0.large"]
+
+
+@pytest.mark.disk
 def test_a_durable_run_of_which_other_parts_are_frozen_is_refused_by_name(folder):
     def run(frozen):
         with Init(nvme=folder, host_memory="2MiB", units="block", durable=True):

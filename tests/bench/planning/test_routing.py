@@ -117,6 +117,7 @@ def test_recorded_traces_are_read_as_they_were_written(tmp_path):
     )
     rows = list(experts.of_recorded(tmp_path / "some.json"))
     assert [(row["trace"], row["room"]) for row in rows] == [("text", 1), ("text", 1), ("text", 3)]
-    (tmp_path / "other.json").write_text('{"rows": [{"seconds": 1}]}')
-    with pytest.raises(ConfigError, match=r"other\.json.*recorded --json"):
-        list(experts.of_recorded(tmp_path / "other.json"))
+    for row in ({"seconds": 1}, {"trace": "text", "run": 5}, {"trace": "text", "run": ""}):
+        (tmp_path / "other.json").write_text(json.dumps({"rows": [row]}))
+        with pytest.raises(ConfigError, match=r"other\.json.*recorded --json"):
+            list(experts.of_recorded(tmp_path / "other.json"))
