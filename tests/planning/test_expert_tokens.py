@@ -49,6 +49,7 @@ def test_tokens_take_the_time_of_the_link():
 
 def test_the_plan_says_what_a_rank_has_and_sends():
     options = argparse.Namespace(tbw=None, gpu=None, nvme=None, nvme_read=2, no_nvme=False, link=1)
+    options.host_memory = "64GiB"
     options.compute = options.compute_seconds = 1
     findings = outlook.single([({}, planned(4))], options)
     shown = {row["what"]: row["shown"] for row in findings.rows}
