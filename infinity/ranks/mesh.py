@@ -139,7 +139,9 @@ class MeshRanks:
         self.ranks.agree(what)
         rows = self.ranks.of_all(mine, what)
         columns = range(0, len(mine), 2)
-        return all(len({(row[n], row[n + 1]) for row in rows}) == len({row[n] for row in rows}) for n in columns)
+        return all(
+            len({(row[n], row[n + 1]) for row in rows}) == len({row[n] for row in rows}) for n in columns
+        )
 
     def check(self, what: str, parameter: torch.Tensor) -> None:
         """Check a parameter that is a DTensor.

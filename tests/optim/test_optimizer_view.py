@@ -84,6 +84,16 @@ def test_state_that_is_assigned_is_what_the_next_step_uses(stepped):
         optimizer.state[ours[0].weight]["exp_avg"] = torch.zeros(4, 4)
 
 
+@pytest.mark.parametrize("stepped", ["in memory"], indirect=True)
+def test_a_released_parameter_is_no_state_since_its_values_are_not_here(stepped):
+    _, (ours, optimizer) = stepped
+    state, weight = optimizer.state[ours[0].weight], ours[0].weight
+    before = state["exp_avg"].clone()
+    with pytest.raises(NotResidentError, match="is not resident"):
+        state["exp_avg"] = weight
+    assert torch.equal(state["exp_avg"], before)
+
+
 CHANGES = {
     "zero_": lambda one: one.zero_(),
     "mul_": lambda one: one.mul_(0.5),
