@@ -73,8 +73,8 @@ def _data_of(mesh: Any, data: str | Sequence[str] | None, process_group: Any, co
     found = data_of_mesh(mesh, data)
     if config.tile_nbytes is not None and len(found.beside) > 1:
         raise UnsupportedError(
-            f"tile_above={config.tile_above!r} with a mesh, whose ranks along {found.names} have parts of the "
-            "layers: layers in slices cannot be made DTensors. Leave tile_above out: each rank streams its "
+            f"tile_above={config.tile_above!r} with a mesh, whose ranks along {found.names} have parts of "
+            "the layers: layers in slices cannot be made DTensors. Leave tile_above out: each rank streams its "
             "part alone, and more ranks of tensor parallelism make it smaller"
         )
     return found

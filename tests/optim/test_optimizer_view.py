@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity import UnsupportedError
+from infinity import NotResidentError, UnsupportedError
 from parity import build_both, differences, halves, optimizers, repeatable
 
 X = halves(3, 8)
