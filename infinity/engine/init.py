@@ -74,7 +74,7 @@ def _data_of(mesh: Any, data: str | Sequence[str] | None, process_group: Any, co
     if config.tile_nbytes is not None and len(found.beside) > 1:
         raise UnsupportedError(
             f"tile_above={config.tile_above!r} with a mesh, whose ranks along {found.names} have parts of "
-            "the layers: layers in slices cannot be made DTensors. Leave tile_above out: each rank streams its "
+            "the layers: layers in slices cannot be made DTensors. Leave tile_above out: each rank has its "
             "part alone, and more ranks of tensor parallelism make it smaller"
         )
     return found
