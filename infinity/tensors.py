@@ -68,8 +68,8 @@ def is_part(tensor: torch.Tensor) -> bool:
 
 def is_distributed(tensor: object) -> bool:
     """Whether this is a DTensor of torch.distributed.tensor."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # none while it is imported
+    return kind is not None and isinstance(tensor, kind)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

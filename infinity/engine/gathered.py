@@ -138,7 +138,7 @@ def _hold(engine: Engine, unit: Unit, *, write: bool) -> None:
     engine.residency.hold_aside(unit)
     if write:
         unit.changes.begin_edit()
-    if write and engine.ranks.size == 1:  # several ranks raise together, at the end
+    if write and (engine.ranks.size == 1 or unit.distributed):  # several ranks raise together, at the end
         unit.guard()
     unit.changes.watch_all()
 
@@ -210,7 +210,9 @@ def _check_same(engine: Engine, unit: Unit, whole: list[torch.Tensor]) -> None:
 
     Raises: UnsupportedError, on every rank.
     """
-    if not engine.ranks.same(digest(*whole), f"write {unit.name}"):
+    what, mesh = f"write {unit.name}", engine.stages.mesh
+    same = engine.ranks.size == 1 or engine.ranks.same(digest(*whole), what)
+    if not mesh.same_copies(whole, unit.parameters, f"{what} over the mesh") or not same:
         raise UnsupportedError(
             f"{unit.name}: inside `with infinity.gathered(..., write=True)` the ranks have made different "
             "values of it; nothing is written. Let every rank do the same (torch.distributed.broadcast what "
@@ -220,8 +222,7 @@ def _check_same(engine: Engine, unit: Unit, whole: list[torch.Tensor]) -> None:
 
 def _write_back(engine: Engine, unit: Unit) -> None:
     whole = [local(parameter).detach().to("cpu").contiguous() for parameter in unit.parameters]
-    if engine.ranks.size > 1:
-        _check_same(engine, unit, whole)
+    _check_same(engine, unit, whole)
     values = {index: {"master": unit.record.rank_part(index, one)} for index, one in enumerate(whole)}
     engine.parameters.before_change()
     engine.residency.flush(unit)

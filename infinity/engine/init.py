@@ -59,8 +59,10 @@ def _divide_sequences(models: Iterable[nn.Module]) -> None:
         sequence_parallel(model)
 
 
-def _data_of(mesh: Any, data: str | Sequence[str] | None, process_group: Any) -> Any:
-    """Return which ranks share data. Raises: ConfigError for arguments that do not go together."""
+def _data_of(mesh: Any, data: str | Sequence[str] | None, process_group: Any, config: Config) -> Any:
+    """Return which ranks share data. Raises: ConfigError for arguments that do not go together;
+    UnsupportedError for layers that would be cut before they are made DTensors.
+    """
     if mesh is None and data is None:
         return process_group
     if mesh is None or process_group is not None:
@@ -68,7 +70,14 @@ def _data_of(mesh: Any, data: str | Sequence[str] | None, process_group: Any) ->
             f"Init(data={data!r}) goes with mesh=..., a DeviceMesh, and without process_group, whose place "
             "they take"
         )
-    return data_of_mesh(mesh, data)
+    found = data_of_mesh(mesh, data)
+    if config.tile_nbytes is not None and len(found.beside) > 1:
+        raise UnsupportedError(
+            f"tile_above={config.tile_above!r} with a mesh, whose ranks along {found.names} have parts of "
+            "the layers: layers in slices cannot be made DTensors. Leave tile_above out: each rank has its "
+            "part alone, and more ranks of tensor parallelism make it smaller"
+        )
+    return found
 
 
 class Init:
@@ -126,7 +135,7 @@ class Init:
         own = ("config", "process_group", "partition_activations", "pipeline_group", "mesh", "data", "frozen")
         check_fields(fields, own)
         self.config = config if config is not None else Config(**fields)
-        self._process_group = _data_of(mesh, data, process_group)
+        self._process_group = _data_of(mesh, data, process_group, self.config)
         self._copies = partition_activations
         self._pipeline_group = pipeline_group
         self._frozen = frozen

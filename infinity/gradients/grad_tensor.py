@@ -354,7 +354,9 @@ def _store_changed(grad: OffloadedGradient, values: torch.Tensor, operation: str
             f"it stays {tuple(grad.shape)}, {own}. Work on a copy: p.grad.clone()."
         )
     host = part_of(unit.parameters[index], values, f"{name}: {operation}()").detach().to("cpu").contiguous()
-    if store.ranks.size > 1 and not store.ranks.same(digest(host), f"change the gradient of {name}"):
+    what, mesh = f"change the gradient of {name}", store.stages.mesh
+    same = store.ranks.size == 1 or store.ranks.same(digest(host), what)
+    if not mesh.same_copies([host], [unit.parameters[index]], f"{what} over the mesh") or not same:
         raise UnsupportedError(
             f"{name}: {operation}() on a gradient, which is the mean over all ranks, has made different "
             "values on them; nothing is changed. Let every rank do the same (torch.distributed.broadcast "
@@ -456,7 +458,7 @@ def _multiply(grad: OffloadedGradient, factor: Any) -> Any:
 def _multiply_all(grads: list[OffloadedGradient], factor: Any) -> Any:
     if not _clips():
         return NotImplemented
-    number = float(factor)  # one copy from the device
+    number = float(_everywhere(factor))  # one copy from the device
     for grad in grads:
         _scale(grad, number)
     return None
@@ -472,6 +474,13 @@ def _clips() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _everywhere(factor: Any) -> Any:
+    """Return a factor, which may be a DTensor, as norms of other orders than 2 are, as one that any rank can
+    look at.
+    """
+    return factor.full_tensor() if is_distributed(factor) else factor
 
 
 def _scale(grad: OffloadedGradient, factor: Any) -> OffloadedGradient:
@@ -494,7 +503,7 @@ def _number(factor: Any) -> float:
         last, version, number = _last_factor
         if last() is factor and version == factor._version:
             return number
-    number = float(factor)
+    number = float(_everywhere(factor))
     if not factor.is_inference():
         _last_factor = weakref.ref(factor), factor._version, number
     return number

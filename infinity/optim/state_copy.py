@@ -69,7 +69,11 @@ class StateCopy(Copied):
 
 
 def plain_state(values: torch.Tensor) -> torch.Tensor:
-    """Return the values of a copy of state, or of any tensor, without a guard."""
+    """Return the values of a copy of state, or of any tensor, without the guard of a copy: other guards, as
+    that of a released parameter, stay.
+    """
+    if not isinstance(values, Copied):
+        values = values.detach()
     with torch._C.DisableTorchFunctionSubclass():
         values = values.detach()
         return values if is_distributed(values) else values.as_subclass(torch.Tensor)

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.ranks.group import ALONE, Ranks
 from infinity.ranks.groups import placed
-from infinity.tensors import is_distributed
+from infinity.tensors import digest, is_distributed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -117,11 +118,30 @@ class MeshRanks:
     def _counts(self, parameter: torch.Tensor) -> bool:
         if self._of is None or not self.several:
             return True
-        rank, cut = dist.get_rank(), set[tuple[int, ...]]()
-        if is_distributed(parameter):
-            mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-            cut = {_members(mesh, number) for number, one in enumerate(placements) if not one.is_replicate()}
+        rank, cut = dist.get_rank(), _cut(parameter)
         return all(members in cut or members[0] == rank for members in self._of.along)
+
+    def same_copies(self, values: Sequence[torch.Tensor], of: Sequence[torch.Tensor], what: str) -> bool:
+        """Whether the ranks beside that have copies of the same elements give the same local `values` for
+        them, one tensor for each of the parameters `of`. All ranks call this.
+        """
+        if self._of is None or not self.several:
+            return True
+        mine = []
+        for value, parameter in zip(values, of, strict=True):
+            cut = _cut(parameter)
+            if all(len(members) == 1 or members in cut for members in self._of.along):
+                continue  # no other rank has any of its elements
+            places = [members.index(dist.get_rank()) for members in self._of.along if members in cut]
+            mine += [xxhash.xxh3_64_intdigest(str(places).encode()) >> 1, digest(value)]
+        if not mine:
+            return True
+        self.ranks.agree(what)
+        rows = self.ranks.of_all(mine, what)
+        columns = range(0, len(mine), 2)
+        return all(
+            len({(row[n], row[n + 1]) for row in rows}) == len({row[n] for row in rows}) for n in columns
+        )
 
     def check(self, what: str, parameter: torch.Tensor) -> None:
         """Check a parameter that is a DTensor.
@@ -166,6 +186,14 @@ class MeshRanks:
             return "no dimension"
         pairs = zip(self._of.names, self._of.along, strict=True)
         return ", ".join(f"{name!r} of ranks {list(ranks)}" for name, ranks in pairs)
+
+
+def _cut(parameter: torch.Tensor) -> set[tuple[int, ...]]:
+    """Return the ranks along each dimension of a mesh along which a DTensor is cut; none of others."""
+    if not is_distributed(parameter):
+        return set()
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return {_members(mesh, number) for number, one in enumerate(placements) if not one.is_replicate()}
 
 
 def _members(mesh: DeviceMesh, number: int) -> tuple[int, ...]:

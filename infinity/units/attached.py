@@ -67,9 +67,13 @@ class Watched(_Base):
     @data.setter
     def data(self, values: torch.Tensor) -> None:
         changes = _changes_of(self)
-        if changes is not None and not self.is_set_to(values):
+        if changes is not None and not self.has_memory_of(values):
             changes.assign(self, values)
         self.be_set_to(values)
+
+    def has_memory_of(self, values: torch.Tensor) -> bool:
+        """Whether the values of both are the same memory, seen the same way."""
+        return self.is_set_to(values)
 
     def be_set_to(self, values: torch.Tensor) -> None:
         """Be `values`, which are kept."""

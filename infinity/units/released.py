@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.errors import NotResidentError, UnsupportedError
+from infinity.tensors import local, spread_as
 from infinity.units import advice, pipelines
 from infinity.units.aside import Aside
 from infinity.units.attached import call
@@ -301,7 +302,8 @@ def _by_shape(
         return func(torch.empty(0, dtype=parameter.dtype, device=parameter.device), *rest, **kwargs)
     if operation in _LIKE and kwargs.get("device") is None:
         kwargs["device"] = parameter.device
-    return func(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), *rest, **kwargs)
+    like = torch.empty(local(parameter).shape, dtype=parameter.dtype, device="meta")
+    return func(spread_as(parameter, like), *rest, **kwargs)
 
 
 def _empties() -> bool:

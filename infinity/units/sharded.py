@@ -18,13 +18,20 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from infinity.tensors import local, spread_as
+from infinity.tensors import is_distributed, local, part_of, spread_as
 from infinity.units.attached import DATA, Watched
 from infinity.units.released import Guarded, brought
 
 
 class ReleasedShard(Guarded, DTensor):
     """The class of a DTensor while it is released; see [Note: distributed parameters]."""
+
+    @property
+    def __tensor_flatten__(self) -> Any:
+        """None, which says that it has no parts to hand out: torch swaps what has, in module.to(), where an
+        ordinary parameter that is where it should be stays as it is.
+        """
+        raise AttributeError("__tensor_flatten__")
 
     def to_local(self, **options: Any) -> torch.Tensor:
         """As ever, where the owner brings the values back."""
@@ -42,9 +49,16 @@ class ReleasedShard(Guarded, DTensor):
 class AttachedShard(Watched, DTensor):
     """The class of a DTensor while a step uses it, or an edit."""
 
+    def has_memory_of(self, values: torch.Tensor) -> bool:
+        """Whether the local tensors of both are the same memory, seen the same way."""
+        return is_distributed(values) and local(self).is_set_to(local(values))
+
     def be_set_to(self, values: torch.Tensor) -> None:
-        """Be `values`, a DTensor of the same placements."""
-        set_local(self, local(values))
+        """Be `values`, which are redistributed if they are placed otherwise.
+
+        Raises: UnsupportedError for an ordinary tensor.
+        """
+        set_local(self, part_of(self, values, "parameter.data"))
 
 
 KINDS: dict[str, Any] = {"plain": DTensor, "attached": AttachedShard, "released": ReleasedShard}

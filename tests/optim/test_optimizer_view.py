@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity import UnsupportedError
+from infinity import NotResidentError, UnsupportedError
 from parity import build_both, differences, halves, optimizers, repeatable
 
 X = halves(3, 8)
@@ -82,6 +82,16 @@ def test_state_that_is_assigned_is_what_the_next_step_uses(stepped):
         ValueError, match=r"state\['exp_avg'\] = \(4, 4\): expected a tensor of shape \(8, 8\)"
     ):
         optimizer.state[ours[0].weight]["exp_avg"] = torch.zeros(4, 4)
+
+
+@pytest.mark.parametrize("stepped", ["in memory"], indirect=True)
+def test_a_released_parameter_is_no_state_since_its_values_are_not_here(stepped):
+    _, (ours, optimizer) = stepped
+    state, weight = optimizer.state[ours[0].weight], ours[0].weight
+    before = state["exp_avg"].clone()
+    with pytest.raises(NotResidentError, match="is not resident"):
+        state["exp_avg"] = weight
+    assert torch.equal(state["exp_avg"], before)
 
 
 CHANGES = {

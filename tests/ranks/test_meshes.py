@@ -32,9 +32,9 @@ DIVIDED = [
     "bf16, stage 1, max_norm",
 ]
 LAUNCHES = {
-    "tp 2": (2, 1, [*EXACT, "wrong", "states", "overflow"]),
+    "tp 2": (2, 1, [*EXACT, "wrong", "states", "overflow", "edits"]),
     "more": (2, 1, [*MORE, "saved by dcp", "reduced by hand"]),
-    "dp 2 x tp 2": (4, 2, [*DIVIDED, "wrong", "states", "overflow", "saved by dcp"]),
+    "dp 2 x tp 2": (4, 2, [*DIVIDED, "wrong", "states", "overflow", "edits", "saved by dcp"]),
 }
 """Ranks, how many of them have different data, and cases of each launch."""
 
@@ -126,6 +126,18 @@ def test_state_of_distributed_parameters_is_distributed(answers, launch, case):
         assert one["problems"] == []
         assert one["in place"].startswith("UnsupportedError: zero_() on a copy of an optimizer's state")
         assert one["unwritten"].startswith("UnsupportedError: head.weight was changed inside")
+
+
+@pytest.mark.parametrize(("launch", "case"), of("edits"))
+def test_an_edit_by_hand_is_kept_whole_or_refused(answers, launch, case):
+    for one in answers(launch, case):
+        assert one["wrong"] == []
+        assert "what is given for it an ordinary tensor" in one["local as data"]
+        assert "the ranks have made different values of it" in one["copies apart"]
+        assert "has made different values on them" in one["gradients apart"]
+        assert one["released as state"].startswith("NotResidentError: parameter '1.weight' is not resident")
+        assert "what is given for it an ordinary tensor" in one["ordinary as state"]
+        assert one["in slices"].startswith("UnsupportedError: tile_above='1KiB' with a mesh")
 
 
 @pytest.mark.parametrize(("launch", "case"), of("overflow"))

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import recipe as reference
+from mesh_edits import edits
 
 VOCABULARY, WIDTH, TOKENS, BATCH = 61, 64, 7, 2
 COMPUTES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -557,6 +558,7 @@ def saved_by_dcp(place):
 
 
 SPECIAL = {
+    "edits": edits,
     "reduced by hand": reduced_by_hand,
     "saved by dcp": saved_by_dcp,
     "wrong": wrong,
