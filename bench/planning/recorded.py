@@ -139,8 +139,14 @@ def packed(run: Sequence[Sequence[int]]) -> str:
 
 
 def unpacked(text: str) -> list[list[int]]:
-    """Return what `packed` was given."""
-    return [[int(step[at : at + 2], 16) for at in range(0, len(step), 2)] for step in text.split(" ")]
+    """Return what `packed` was given.
+
+    Raises: ValueError for a text in which nothing is used.
+    """
+    run = [[int(step[at : at + 2], 16) for at in range(0, len(step), 2)] for step in text.split(" ")]
+    if not any(run):
+        raise ValueError("nothing is used in a trace")
+    return run
 
 
 def recorded_runs(file: Path) -> dict[str, list[list[int]]]:
@@ -150,14 +156,11 @@ def recorded_runs(file: Path) -> dict[str, list[list[int]]]:
     """
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-        runs = {row["trace"]: unpacked(row["run"]) for row in rows}
-        if idle := [name for name, run in runs.items() if not any(run)]:
-            raise ValueError(f"nothing is used in {idle[0]!r}")
+        return {row["trace"]: unpacked(row["run"]) for row in rows}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{file}: not what `python -m infinity.bench.planning.recorded --json` writes ({error})"
         ) from error
-    return runs
 
 
 def _measure(options: argparse.Namespace, _folder: Path, console: Console) -> Findings:

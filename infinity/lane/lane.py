@@ -20,9 +20,10 @@ Beside an accelerator, passes that *compute* (updates, and what waits for gradie
 on their way to host memory) are worked on by a thread of their own, the worker: an update takes milliseconds,
 and what is fetched is to be handled, widened and uploaded meanwhile. The lane's thread does all the rest: it
 begins and ends every transfer, owns the slots, and gives the worker tiles whose reads are over, those of a
-pass in their order, a few at a time, those that are needed soonest first (`is_sooner_than` in planning/queue.py). Of the
-others it takes the oldest tile whose reads are over, and looks again soon where none are. Those that compute
-leave some slots to the others, and no pass waits behind one whose record another is busy with.
+pass in their order, a few at a time, those that are needed soonest first (`is_sooner_than` in
+planning/queue.py). Of the others it takes the oldest tile whose reads are over, and looks again soon where
+none are. Those that compute leave some slots to the others, and no pass waits behind one whose record another
+is busy with.
 Where the CPU computes, one thread does both: what is read lies where it is used, the cores are the same, and
 on two of them steps took 2 to 11 % longer with a second thread.
 """

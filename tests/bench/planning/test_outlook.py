@@ -61,6 +61,11 @@ def test_a_plan_of_a_small_model_shows_no_zeros():
     assert " k parameters" in findings.title
 
 
+def test_what_is_pinned_is_a_share_of_the_units_that_a_run_has():
+    pinned = outlook.facts(planned(1 << 30, units="block"), None)["pinned"]
+    assert set(pinned.values()) == {1.0}
+
+
 def test_a_plan_repeats_the_rates_that_it_takes_for_granted_and_whose_they_are():
     (given, measured) = (
         {row["what"]: row["shown"] for row in outlook.single([({}, one)], told).rows}

@@ -63,11 +63,6 @@ def facts(tmp_path, question, *arguments):
 # One plan
 
 
-def test_what_is_pinned_is_a_share_of_the_units_that_a_run_has(tmp_path):
-    told = ["check", "--model", "1m", "--host-memory", "1GiB", "--units", "block", *RATES]
-    assert set(facts(tmp_path, *told)[0]["facts"]["pinned"].values()) == {1.0}
-
-
 def test_a_plan_says_whether_it_fits_how_fast_it_is_and_what_limits_it():
     code, said = ask(
         "check", "--model", "1m", "--host-memory", "1MiB", "--tokens", "1x64", "--tbw", "100", *RATES
