@@ -7,9 +7,7 @@ others are tensor parallel. The reference is the same parallel model, of the sam
 DTensors, whose local tensors the reference recipe steps, each with the mean over data of its gradient.
 """
 
-import json
 import sys
-import traceback
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from answers import answer_all
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import recipe as reference
 from mesh_edits import edits
@@ -572,14 +571,7 @@ def main(folder, data, *names):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     place = Place(folder, int(data))
-    answers = {}
-    for name in names:
-        try:
-            answers[name] = run(place, name)
-        except Exception as error:  # noqa: BLE001 - the others' answers count
-            answers[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(answers), encoding="utf-8")
-    dist.destroy_process_group()
+    answer_all(folder, names, partial(run, place))
 
 
 if __name__ == "__main__":

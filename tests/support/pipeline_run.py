@@ -9,11 +9,9 @@ bubbles add gradients of 16 bits up in 16 bits there, and in fp32 here, as the r
 theirs is another schedule of the same stages, whose backwards are whole.
 """
 
-import json
 import os
 import sys
 import time
-import traceback
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +26,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from answers import answer_all
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import recipe as reference
@@ -535,14 +534,7 @@ def main(folder, data, *names):
         "cpu", (int(data), dist.get_world_size() // int(data)), mesh_dim_names=("dp", "pp")
     )
     place = Place(folder, mesh["dp"].get_group(), mesh["pp"].get_group())
-    answers = {}
-    for name in names:
-        try:
-            answers[name] = run(place, name)
-        except Exception as error:  # noqa: BLE001 - the others' answers count
-            answers[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(answers), encoding="utf-8")
-    dist.destroy_process_group()
+    answer_all(folder, names, partial(run, place))
 
 
 if __name__ == "__main__":

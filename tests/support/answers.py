@@ -1,0 +1,19 @@
+"""What each rank of a launched program answers, for the test that has launched it."""
+
+import json
+import traceback
+from pathlib import Path
+
+import torch.distributed as dist
+
+
+def answer_all(folder, names, run):
+    """Write what `run` answers for each of the names, or its error, to FOLDER/RANK.json; leave the others."""
+    answers = {}
+    for name in names:
+        try:
+            answers[name] = run(name)
+        except Exception as error:  # noqa: BLE001 - the others' answers count
+            answers[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(answers), encoding="utf-8")
+    dist.destroy_process_group()
