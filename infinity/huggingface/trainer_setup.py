@@ -65,9 +65,15 @@ _LEFT_OUT = "_ddp_params_and_buffers_to_ignore"
 def settle_in(model: nn.Module, args: Any) -> None:
     """Set `model` up for a Trainer's ranks; `args` are its TrainingArguments.
 
-    Raises: UnsupportedError where the Trainer's ranks are not those of the model.
+    Raises: UnsupportedError where the Trainer's ranks are not those of the model, and for one on a mesh.
     """
     ranks = engine_of_model(model).ranks
+    if engine_of_model(model).stages.mesh.several:
+        raise UnsupportedError(
+            "the Trainer with a model whose weights are divided over a mesh (DTensors): it broadcasts and "
+            "replaces such weights itself (param.data), and Infinity has them on NVMe. Write the loop, as in "
+            "examples/mesh.py, or leave the tensor dimension out: every rank then has a part of the state"
+        )
     if ranks.size != args.world_size:
         raise UnsupportedError(
             f"the Trainer has {args.world_size} ranks, the model {ranks.size}: under the Trainer every rank "

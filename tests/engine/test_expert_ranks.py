@@ -106,7 +106,7 @@ def test_exports_load_into_plain_models_and_into_divided_ones(answers):
 def test_experts_of_all_ranks_and_their_gradients_are_read_written_and_measured_on_each(answers, ranks, case):
     given = answers(ranks, case)
     for one in given:
-        assert all(one[what] for what in ("read", "written", "finite", "near", "edited"))
+        assert all(one[what] for what in ("read", "written", "finite", "near", "edited", "halved"))
         assert one["having"] > 2
     for what in ("norms", "tokens", "having"):
         assert len({json.dumps(one[what]) for one in given}) == 1

@@ -104,6 +104,24 @@ def test_two_ranks_share_a_sequence_and_see_one_loss(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.parametrize("kind", [(), ("--ep", 1)])
+def test_a_mesh_has_the_losses_of_one_process(folder, kind):
+    shown = {}
+    wide = {"2 x 2 x 2": ("--dp", 2, "--tp", 2, "--pp", 2), "4 x 1 x 2": ("--dp", 4, "--pp", 2)}
+    for name, mesh in {"alone": (), **wide}.items():
+        ranks = 1 if name == "alone" else 8
+        experts = ("--ep", min(ranks, 2)) if kind else ()
+        done = torchrun(ranks, EXAMPLES / "mesh.py", "--nvme", folder, *mesh, *experts)
+        assert done.returncode == 0, done.stderr
+        shown[name] = losses(done.stdout)
+    assert [len(one) for one in shown.values()] == [8, 8, 8]
+    assert shown["alone"][8] < 0.8 * shown["alone"][1]
+    for name in wide:  # bf16, in another order of sums
+        assert shown[name] == pytest.approx(shown["alone"], rel=1e-3)
+
+
+@pytest.mark.slow
 def test_the_trainer_resumes(folder):
     text = run("trainer.py", "--nvme", folder, "--out", folder / "out")
     assert "steps: 10" in text

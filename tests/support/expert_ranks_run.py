@@ -241,6 +241,11 @@ def gathered():
     grads[0][0].mul_(0.5)
     dense[0][0] *= 0.5
     edited = torch.equal(grads[0], dense[0])
+    model(input_ids=ids, labels=ids).loss.backward()  # the ranks that have them sum in fp32 from here on
+    sums = [one.clone() for one in grads]
+    for one in grads:
+        one.div_(2)
+    halved = all(torch.equal(one, whole / 2) for one, whole in zip(grads, sums, strict=True))
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
     losses = [step_of(model, optimizer, number) for number in range(2)]
@@ -253,6 +258,7 @@ def gathered():
         "norms": norms,
         "near": near,
         "edited": edited,
+        "halved": halved,
         "losses": losses,
     }
 
