@@ -1,4 +1,4 @@
-"""docs/systems.md says what is: its tests are there, and what it calls refused is an error. Nothing is faked."""
+"""docs/systems.md says what is: its tests exist, and what it calls refused is an error. Nothing is faked."""
 
 import re
 
