@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from infinity.checkpoint.save_load import save as save
     from infinity.checkpoint.snapshot import Snapshot as Snapshot
     from infinity.checkpoint.snapshot import snapshot as snapshot
+    from infinity.checkpoint.streamed import receive_weights as receive_weights
+    from infinity.checkpoint.streamed import stream_weights as stream_weights
     from infinity.config.settings import Config as Config
     from infinity.durable.wiping import wipe as wipe
     from infinity.engine.gathered import gathered as gathered
@@ -64,6 +66,7 @@ _MODULES = {
     "infinity.storage.safetensors_file": ("TensorFileError",),
     "infinity.checkpoint.save_load": ("load", "save"),
     "infinity.checkpoint.snapshot": ("Snapshot", "snapshot"),
+    "infinity.checkpoint.streamed": ("receive_weights", "stream_weights"),
     "infinity.config.settings": ("Config",),
     "infinity.durable.wiping": ("wipe",),
     "infinity.engine.gathered": ("gathered",),
