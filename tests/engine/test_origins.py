@@ -19,7 +19,7 @@ from infinity.engine.engine import engine_of_model
 from infinity.engine.origins import Origins
 from parity import differences, repeatable
 
-pytestmark = pytest.mark.disk
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("three_layers")]
 
 BF16 = torch.bfloat16
 _MAP_FIXED = 0x10  # of mmap(2), on Linux

@@ -316,6 +316,7 @@ def trainer_of(model, place, **options):
     )
 
 
+@pytest.mark.usefixtures("three_layers")
 def test_the_trainer_trains_adapters_with_its_own_optimizer_and_resumes(folder):
     saved = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     plain, ours = (
