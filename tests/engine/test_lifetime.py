@@ -225,7 +225,7 @@ FAILING = {
     *("in host memory, backward", "on disk", "spilled", "activations on disk", "device, on disk"),
     *("durable", "device, activations"),
 }
-"""Ways in which by default an update fails, each part of them in one."""
+"""Ways in which by default an update fails, each part of them in one; in the others, none does."""
 
 
 @pytest.fixture(params=WAYS)
@@ -304,6 +304,11 @@ def collected(over):
     return False
 
 
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(one, marks=[pytest.mark.slow] if one in FAILING else []) for one in WAYS],
+    indirect=True,
+)
 def test_neither_a_thread_nor_a_finalizer_keeps_a_model_that_nobody_has(way, folder):
     model, optimizer, _ = trained(way, folder)
     engine = engine_in(model)

@@ -101,7 +101,7 @@ CASES = {
     4: [*FEW, "mesh", "grid", "chosen, nvme", *JOINED, "counted", "leaving", "killed"],
 }
 BY_DEFAULT = {
-    *("mixtral", "no_sync", "frozen", "nvme accumulated", "stage 1", "stage 2 backward", "a head in fp32"),
+    *("no_sync", "frozen", "nvme accumulated", "stage 1", "stage 2 backward", "a head in fp32"),
     *("experts", "edited", "overflow on nvme", "deepspeed", "mesh", "joined llama", *OTHERS),
     "nvme muon backward",
 } - {"chosen", "partitioned", "nvme activation memory"}  # of each of these there is another

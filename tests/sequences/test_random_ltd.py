@@ -129,6 +129,7 @@ def expected(name):
 
 @pytest.mark.parametrize(
     *matrix(
+        together=1,
         name=tuple(LAYERS),
         settings=SETTINGS,
         checkpointing=(None, "reentrant", "another"),
