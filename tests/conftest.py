@@ -103,7 +103,7 @@ def freeze() -> None:
 
 
 def pytest_collection_finish() -> None:
-    freeze()
+    gc.freeze()  # with what of it is garbage: to find that takes a second in each worker
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -167,6 +167,18 @@ def repeatable() -> Iterator[None]:
     with parity.repeatable():
         yield
     gc.collect()  # a model's engine ends with it, and not in the middle of the next test
+
+
+@pytest.fixture
+def three_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small models have three layers, one of which is neither the first nor the last: by default two do."""
+    import models
+
+    monkeypatch.setitem(models.SIZES, "num_hidden_layers", 3)
+    monkeypatch.setitem(models.GPT2, "n_layer", 3)
+    models.trained_in_memory.cache_clear()
+    yield
+    models.trained_in_memory.cache_clear()
 
 
 @pytest.fixture

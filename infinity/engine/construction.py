@@ -310,7 +310,8 @@ class Construction:
             )
             if any(one.nbytes for one in together) and not any(one.has_views for one in together):
                 real_nbytes -= sum(one.nbytes for one in together)
-                self._origins.look()
+                if self._mapped is not None:
+                    self._origins.look()
                 self._evict(together)
 
     def _evict(self, entries: Sequence[BuiltParameter]) -> None:
@@ -434,7 +435,8 @@ class Construction:
             module.join(UnsupportedError)
         named = list(named_modules(roots))
         check_values(named)
-        self._origins.look()
+        if self._mapped is not None:
+            self._origins.look()
         named = list(named_modules(roots)) if self._cut_embeddings(named) else named
         blocks = self._join_blocks(named)
         for _, module in named:

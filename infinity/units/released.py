@@ -167,6 +167,10 @@ class Guarded(_Base):
         """As ever, which torch does not ask `__torch_function__` about."""
         return type(self).__torch_function__(torch.Tensor.as_subclass, (), (self, cls))
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """As ever; this, too, torch does not ask `__torch_function__` about."""
+        return type(self).__torch_function__(torch.Tensor.set_, (), (self, *args), kwargs)
+
     def __repr__(self) -> str:  # type: ignore[override]
         """Show what is known without the values."""
         where = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r}"

@@ -76,6 +76,7 @@ def alive(model):
 
 @pytest.mark.parametrize(
     *matrix(
+        together=1,
         mode=["host", "nvme"],
         how=["reentrant", "non-reentrant", "slices"],
         name=["llama", "gpt2-dropout", "mixtral"],

@@ -156,10 +156,7 @@ def test_models_train_with_the_bits_of_plain_training(folder, name, share, accum
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(one, marks=[] if one in ("llama", "no checkpointing of its own") else pytest.mark.slow)
-        for one in ARCHITECTURES
-    ],
+    [pytest.param(one, marks=[] if one == "llama" else pytest.mark.slow) for one in ARCHITECTURES],
 )
 def test_what_is_allocated_is_within_the_budget_and_grows_with_it(folder, name):
     make = ARCHITECTURES[name]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import models
+from covers import matrix
 from infinity import AdamW, Init, stats
 from infinity.engine.engine import engine_of_model
 from infinity.optim import base as optim
@@ -156,8 +157,9 @@ def test_an_expert_that_nobody_is_routed_to_is_neither_read_nor_written(folder, 
     models.assert_same_state(*ours, *plain)
 
 
-@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("memory", ["256KiB", "64MiB"])
+@pytest.mark.parametrize(
+    *matrix(together=1, state_dtype=["int8", "fp32", "bf16"], memory=["256KiB", "64MiB"])
+)
 def test_steps_that_an_expert_missed_are_replayed_exactly_when_it_is_next_used(folder, memory, state_dtype):
     ours, plain = both(32, nvme=folder, host_memory=memory, state_dtype=state_dtype)
     missed = Counter()

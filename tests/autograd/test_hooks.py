@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from covers import matrix
 from parity import Wrap, build_both, compare, halves, repeatable, resident, tokens, total
 
 
@@ -254,7 +255,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    *matrix(together=1, name=list(MODELS), nvme=["in memory", "on disk"]), indirect=["nvme"]
+)
 def test_training_equals_plain_training_bit_for_bit(name, nvme):
     compare(*MODELS[name], nvme=nvme)
 

@@ -56,6 +56,7 @@ def export(source, model, folder, dtype, size):
 
 
 @pytest.mark.parametrize(*matrix(source=["model", "checkpoint"], size=["5GB", "60kB"], dtype=list(FIELDS)))
+@pytest.mark.usefixtures("three_layers")
 def test_plain_from_pretrained_loads_every_value(trained, folder, source, size, dtype):
     out = export(source, trained, folder, dtype, size)
     loaded, found = type(trained).from_pretrained(out, output_loading_info=True)

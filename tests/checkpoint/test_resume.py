@@ -271,8 +271,7 @@ def places(run, name, field):
     return (one, other) if runs[0][1] == 0 else (other, one)
 
 
-@pytest.mark.parametrize("field", ["hi", "lo", "m", "v"])
-@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(*matrix(together=1, field=["hi", "lo", "m", "v"], check=[True, False]))
 def test_damage_is_named_when_it_is_read_and_the_older_generation_is_there(
     folder, uninterrupted, field, check
 ):

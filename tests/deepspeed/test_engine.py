@@ -497,6 +497,7 @@ def routing(**changes):
     return {"enabled": True, "seed": 1234, "data_routing": {"enabled": True, "random_ltd": section}}
 
 
+@pytest.mark.usefixtures("three_layers")
 def test_layers_leave_out_tokens_by_the_updates_so_far(folder):
     config = configuration(folder, gradient_accumulation_steps=2, data_efficiency=routing())
     engine, _, _, _ = infinity.deepspeed.initialize(model=llama(config), config=config)

@@ -1,7 +1,5 @@
-"""The device as a tier: what lives there, its budget to the byte, and what goes over the link.
-
-Trusted: the reference recipe in memory, the simulated device and its count of bytes. Nothing is faked, except
-where rules of the budget are tried without a device.
+"""The rules of an accelerator's budget, and models on one; what lives there, to the byte, and what goes over
+the link is in test_simulated_device.py. Trusted: the reference recipe in memory. Faked: the accelerator.
 """
 
 import re
@@ -10,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import simulated
-import simulated_faults
 import simulated_tiers
 from infinity import AdamW, Config, Init, gathered, stats
 from infinity.device.device import AcceleratorDevice
@@ -29,115 +25,9 @@ from infinity.units import device_updates
 from infinity.units.device_tier import lives_on_device
 from streams import LateStreams
 
-pytestmark = [pytest.mark.disk, pytest.mark.multi]
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("impatient")]
 
-FROZEN = ["frozen, no room", "frozen, room for half", "frozen, room for all"]
-RECORDS = ["records, no room", "records, room for half", "records, room for all", "records, later"]
-PLANTED = [f"fault: {name}" for name in simulated_faults.BUDGETS]
-QUICK = [*FROZEN, *RECORDS, "trained, no room", "trained, room for all", "clipped"]
 LAYER = simulated_tiers.LAYER_NBYTES
-SETTLED = 2
-"""Steps after which nothing moves to another place."""
-
-
-@pytest.fixture(scope="module")
-def quick():
-    """What the quick cases said."""
-    return {name: one for name, (one,) in simulated.results(*QUICK, *PLANTED).items()}
-
-
-def assert_within_its_budget(one):
-    assert (one.get("crash"), one["killed"], one["raised"], one["failure"]) == (None, "", "", ""), one
-    assert (one["losses"], one["different"], one["warned"]) == (True, [], []), one
-    assert one["ledger_peak"] <= one["device_memory"], one
-    assert one["most"] <= one["device_memory"] + one["activations"], one
-    assert one["uncounted"] == [0], one
-    assert min(one["late_copies"], one["late_kernels"]) > 0, one
-    assert 0 < one["locked"] <= one["host_memory"], one
-
-
-def per_step(one, way="uploaded"):
-    settled = one[way][SETTLED:]
-    return sum(settled) / len(settled)
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_bits_are_the_recipes_and_budgets_are_kept(quick, name):
-    assert_within_its_budget(quick[name])
-
-
-@pytest.mark.parametrize("name", PLANTED)
-def test_memory_that_is_held_beyond_what_is_counted_is_seen(quick, name):
-    assert (quick[name]["raised"], quick[name]["failure"], quick[name]["losses"]) == ("", "", True)
-    assert max(quick[name]["uncounted"]) >= LAYER
-
-
-def test_a_frozen_base_that_fits_the_device_is_uploaded_once(quick):
-    one, layers = quick["frozen, room for all"], simulated_tiers.TOWERS["frozen, room for all"].layers
-    assert one["on_device"] == (layers - 2) * LAYER
-    assert per_step(one) <= 2 * 2 * LAYER  # of the two layers that are trained
-
-
-def test_with_room_for_half_of_a_frozen_base_half_of_the_bytes_go_over_the_link(quick):
-    none, half = (per_step(quick[f"frozen, {room}"]) for room in ("no room", "room for half"))
-    assert quick["frozen, no room"]["on_device"] == 0
-    assert half / none == pytest.approx(0.5, abs=0.03)
-
-
-def test_records_that_fit_the_device_are_updated_there_and_nothing_goes_over_the_link(quick):
-    one, layers = quick["records, room for all"], simulated_tiers.TOWERS["records, room for all"].layers
-    assert one["on_device"] == layers * simulated_tiers.RECORD_NBYTES
-    assert (per_step(one), per_step(one, "downloaded")) == (0, 0)
-    assert one["tiers"] == ["device"]
-    assert "update" in one["timeline"]
-
-
-def test_with_room_for_half_of_the_records_half_of_the_bytes_go_over_the_link(quick):
-    none, half = (quick[f"records, {room}"] for room in ("no room", "room for half"))
-    layers = simulated_tiers.TOWERS["records, no room"].layers
-    assert (none["on_device"], half["on_device"]) == (0, layers // 2 * simulated_tiers.RECORD_NBYTES)
-    gradients = [per_step(one, "downloaded") for one in (none, half)]
-    assert gradients == [layers * LAYER, layers // 2 * LAYER]
-    assert per_step(half) / per_step(none) == pytest.approx(0.5, abs=0.15)  # some wait on the device
-
-
-def test_clipping_brings_a_sum_for_each_gradient_from_the_device_and_no_gradient(quick):
-    one, layers = quick["records, later"], simulated_tiers.TOWERS["records, later"].layers
-    assert (per_step(one), per_step(one, "downloaded")) == (0, 8 * layers)
-    assert 1 <= one["waits_of_clipping"] <= 2
-
-
-def test_an_update_in_the_backward_reads_no_weights_from_nvme_again(quick):
-    """Each layer is used twice in the first step, and read once for a use at most: updates read none."""
-    one, layers = quick["trained, no room"], simulated_tiers.TOWERS["trained, no room"].layers
-    assert 0 < one["hi_read"] <= 2 * layers * LAYER
-
-
-def test_clipping_makes_the_host_wait_for_the_device_once_and_not_for_each_parameter(quick):
-    assert 1 <= quick["clipped"]["waits_of_clipping"] <= 2
-
-
-def test_stats_timeline_and_plan_show_three_tiers(quick):
-    one = quick["frozen, room for half"]
-    assert one["tiers"] == ["device", "host", "nvme"]
-    assert {"upload", "download", "read", "write"} <= set(one["timeline"])
-    assert re.search(r"^open( fetch [\d ]+)? device( \d+){32}$", one["plan"])
-    assert "256.0 KiB of units that live there" in one["printed"]
-
-
-@pytest.mark.slow
-def test_other_towers_stay_within_their_budgets():
-    names = [name for name in simulated_tiers.TOWERS if name not in (*QUICK, *PLANTED)]
-    for (one,) in simulated.results(*names).values():
-        assert_within_its_budget(one)
-
-
-@pytest.mark.slow
-def test_with_room_for_half_of_many_records_half_of_the_bytes_go_over_the_link():
-    names = [f"many records, {room}" for room in ("no room", "room for half")]
-    none, half = (one for (one,) in simulated.results(*names).values())
-    for way in ("uploaded", "downloaded"):
-        assert per_step(half, way) / per_step(none, way) == pytest.approx(0.5, abs=0.03)
 
 
 # The rules

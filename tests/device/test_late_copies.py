@@ -164,19 +164,19 @@ def interrupted_once(monkeypatch, owner, name, *, after):
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "after"),
-    [
-        (Residence, "come", False),  # the copies are begun, and nobody knows of the fetch
-        (PassProgress, "begin", False),  # they are begun, and the lane does not know of them
-        (LateStreams, "copy", True),  # one is queued, and nobody knows of it
-        (Queue, "begin", True),
-    ],
-    ids=lambda one: getattr(one, "__name__", str(one)),
+    *matrix(
+        together=1,
+        memory=["128KiB", "64MiB"],
+        at={
+            "Residence.come": (Residence, "come", False),  # copies are begun, and nobody knows of the fetch
+            "PassProgress.begin": (PassProgress, "begin", False),  # begun, and the lane does not know of them
+            "LateStreams.copy": (LateStreams, "copy", True),  # one is queued, and nobody knows of it
+            "Queue.begin": (Queue, "begin", True),
+        },
+    )
 )
-@pytest.mark.parametrize("memory", ["128KiB", "64MiB"])
-def test_after_an_interrupt_no_copy_goes_to_memory_that_was_freed(
-    folder, late, monkeypatch, memory, owner, name, after
-):
+def test_after_an_interrupt_no_copy_goes_to_memory_that_was_freed(folder, late, monkeypatch, memory, at):
+    owner, name, after = at
     init = {"nvme": folder, "host_memory": memory}
     *ours, _ = models.offloaded("llama", SETTINGS, init)
     expected, *plain = models.trained_in_memory("llama", tuple(SETTINGS.items()), steps=5)

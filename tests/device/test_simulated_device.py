@@ -1,9 +1,12 @@
 """Training on the simulated device: late copies, late kernels, every access checked, and the recipe's bits;
-and each order that device/device.py's note names, dropped once, and found.
+and each order that device/device.py's note names, dropped once, and found. And the device as a tier: what
+lives there, its budget to the byte, and what goes over the link.
 
 Trusted: the reference recipe in memory, and the simulator, which the planted faults test. This proves order
 and bits, and nothing of CUDA's own interface or of speed.
 """
+
+import re
 
 import pytest
 
@@ -11,6 +14,7 @@ import simulated
 import simulated_cases
 import simulated_faults
 import simulated_ranks
+import simulated_tiers
 
 pytestmark = [pytest.mark.disk, pytest.mark.multi]
 
@@ -18,11 +22,25 @@ TRAININGS = ["llama, jitter", "clipped, 0.2 ms", "offloaded, 0.2 ms", "clipped o
 FAULTS = ["arrived", "download", "host kernel"]
 ORDERS = [f"order: {name}{more}" for name in simulated_faults.ORDERS for more in ("", " without it")]
 
+FROZEN = ["frozen, no room", "frozen, room for half", "frozen, room for all"]
+RECORDS = ["records, no room", "records, room for half", "records, room for all", "records, later"]
+PLANTED = [f"fault: {name}" for name in simulated_faults.BUDGETS]
+TOWERS = [*FROZEN, *RECORDS, "trained, no room", "trained, room for all", "clipped"]
+LAYER = simulated_tiers.LAYER_NBYTES
+SETTLED = 2
+"""Steps after which nothing moves to another place."""
+
 
 @pytest.fixture(scope="module")
 def default():
     """What the quick cases said, of one process that imports and compiles for all of them."""
-    return simulated.results(*TRAININGS, *(f"fault: {name}" for name in FAULTS), *ORDERS)
+    faults = [f"fault: {name}" for name in FAULTS]
+    return simulated.results(*TRAININGS, *faults, *ORDERS, *TOWERS, *PLANTED)
+
+
+def of(said, name):
+    (one,) = said[name]
+    return one
 
 
 def assert_exact(names, said):
@@ -102,3 +120,101 @@ def test_every_other_dropped_order_is_found_in_a_training():
 def test_two_ranks_have_the_bits_of_plain_data_parallelism_at_every_delay(delay):
     names = [name for name in simulated_ranks.CASES if name.endswith(f", {delay}")]
     assert_exact(names, simulated.results(*names))
+
+
+# The device as a tier
+
+
+def assert_within_its_budget(one):
+    assert (one.get("crash"), one["killed"], one["raised"], one["failure"]) == (None, "", "", ""), one
+    assert (one["losses"], one["different"], one["warned"]) == (True, [], []), one
+    assert one["ledger_peak"] <= one["device_memory"], one
+    assert one["most"] <= one["device_memory"] + one["activations"], one
+    assert one["uncounted"] == [0], one
+    assert min(one["late_copies"], one["late_kernels"]) > 0, one
+    assert 0 < one["locked"] <= one["host_memory"], one
+
+
+def per_step(one, way="uploaded"):
+    settled = one[way][SETTLED:]
+    return sum(settled) / len(settled)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_bits_are_the_recipes_and_budgets_are_kept(default, name):
+    assert_within_its_budget(of(default, name))
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_memory_that_is_held_beyond_what_is_counted_is_seen(default, name):
+    one = of(default, name)
+    assert (one["raised"], one["failure"], one["losses"]) == ("", "", True)
+    assert max(one["uncounted"]) >= LAYER
+
+
+def test_a_frozen_base_that_fits_the_device_is_uploaded_once(default):
+    one, layers = of(default, "frozen, room for all"), simulated_tiers.TOWERS["frozen, room for all"].layers
+    assert one["on_device"] == (layers - 2) * LAYER
+    assert per_step(one) <= 2 * 2 * LAYER  # of the two layers that are trained
+
+
+def test_with_room_for_half_of_a_frozen_base_half_of_the_bytes_go_over_the_link(default):
+    none, half = (per_step(of(default, f"frozen, {room}")) for room in ("no room", "room for half"))
+    assert of(default, "frozen, no room")["on_device"] == 0
+    assert half / none == pytest.approx(0.5, abs=0.03)
+
+
+def test_records_that_fit_the_device_are_updated_there_and_nothing_goes_over_the_link(default):
+    one, layers = of(default, "records, room for all"), simulated_tiers.TOWERS["records, room for all"].layers
+    assert one["on_device"] == layers * simulated_tiers.RECORD_NBYTES
+    assert (per_step(one), per_step(one, "downloaded")) == (0, 0)
+    assert one["tiers"] == ["device"]
+    assert "update" in one["timeline"]
+
+
+def test_with_room_for_half_of_the_records_half_of_the_bytes_go_over_the_link(default):
+    none, half = (of(default, f"records, {room}") for room in ("no room", "room for half"))
+    layers = simulated_tiers.TOWERS["records, no room"].layers
+    assert (none["on_device"], half["on_device"]) == (0, layers // 2 * simulated_tiers.RECORD_NBYTES)
+    gradients = [per_step(one, "downloaded") for one in (none, half)]
+    assert gradients == [layers * LAYER, layers // 2 * LAYER]
+    assert per_step(half) / per_step(none) == pytest.approx(0.5, abs=0.15)  # some wait on the device
+
+
+def test_clipping_brings_a_sum_for_each_gradient_from_the_device_and_no_gradient(default):
+    one, layers = of(default, "records, later"), simulated_tiers.TOWERS["records, later"].layers
+    assert (per_step(one), per_step(one, "downloaded")) == (0, 8 * layers)
+    assert 1 <= one["waits_of_clipping"] <= 2
+
+
+def test_an_update_in_the_backward_reads_no_weights_from_nvme_again(default):
+    """Each layer is used twice in the first step, and read once for a use at most: updates read none."""
+    one, layers = of(default, "trained, no room"), simulated_tiers.TOWERS["trained, no room"].layers
+    assert 0 < one["hi_read"] <= 2 * layers * LAYER
+
+
+def test_clipping_makes_the_host_wait_for_the_device_once_and_not_for_each_parameter(default):
+    assert 1 <= of(default, "clipped")["waits_of_clipping"] <= 2
+
+
+def test_stats_timeline_and_plan_show_three_tiers(default):
+    one = of(default, "frozen, room for half")
+    assert one["tiers"] == ["device", "host", "nvme"]
+    assert {"upload", "download", "read", "write"} <= set(one["timeline"])
+    assert re.search(r"^open( fetch [\d ]+)? device( \d+){32}$", one["plan"])
+    assert "256.0 KiB of units that live there" in one["printed"]
+
+
+@pytest.mark.slow
+def test_other_towers_stay_within_their_budgets():
+    names = [name for name in simulated_tiers.TOWERS if name not in (*TOWERS, *PLANTED)]
+    for (one,) in simulated.results(*names).values():
+        assert_within_its_budget(one)
+
+
+@pytest.mark.slow
+def test_with_room_for_half_of_many_records_half_of_the_bytes_go_over_the_link():
+    names = [f"many records, {room}" for room in ("no room", "room for half")]
+    none, half = (one for (one,) in simulated.results(*names).values())
+    for way in ("uploaded", "downloaded"):
+        assert per_step(half, way) / per_step(none, way) == pytest.approx(0.5, abs=0.03)

@@ -30,7 +30,7 @@ OTHERS = [
     *("failing", "beside"),
 ]
 BY_DEFAULT = {
-    *("nvme", "fp32", "lopsided, frozen below"),
+    *("nvme", "lopsided, frozen below"),
     *("saved", "gathered", "refused", "traffic"),
 }
 """Of those on two ranks; all others are slow."""

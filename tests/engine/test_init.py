@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 import infinity
+from children import ended
+from covers import matrix
 from infinity import ConfigError, UnsupportedError, reference
 from infinity.engine.engine import engine_of
 from infinity.planning.budget import least_budget
@@ -50,16 +52,30 @@ def _repeatable():
         yield
 
 
-def test_what_is_imported_when_it_is_used_draws_no_random_numbers():
+USED = """if True:
+    import torch, infinity
+    before = torch.get_rng_state()
+    for name in infinity.__all__:
+        getattr(infinity, name)
+    print(torch.equal(torch.get_rng_state(), before), file=open({file!r}, "w"))"""
+
+
+def test_what_is_imported_when_it_is_used_draws_no_random_numbers(tmp_path):
     """Else the first model after a seed, inside Init, would not be the one that plain PyTorch makes."""
-    code = """if True:
-        import torch, infinity
-        before = torch.get_rng_state()
-        for name in infinity.__all__:
-            getattr(infinity, name)
-        print(torch.equal(torch.get_rng_state(), before))"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "True"
+
+    def anew(_say):
+        for name in [one for one in sys.modules if one.partition(".")[0] == "infinity"]:
+            del sys.modules[name]
+        exec(USED.format(file=f"{tmp_path}/same"), {})  # noqa: S102
+
+    ended(anew)
+    assert (tmp_path / "same").read_text() == "True\n"
+
+
+@pytest.mark.slow
+def test_what_other_packages_import_then_draws_none_either(tmp_path):
+    subprocess.run([sys.executable, "-c", USED.format(file=f"{tmp_path}/same")], check=True)
+    assert (tmp_path / "same").read_text() == "True\n"
 
 
 def gpt2():
@@ -161,8 +177,7 @@ def assert_same(plain, ours):
     assert resident(ours) == []
 
 
-@pytest.mark.parametrize("window", [None, 1])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(*matrix(together=1, name=list(MODELS), window=[1, None]))
 def test_the_same_seed_gives_the_same_weights_as_building_without(name, window, folder):
     plain, ours = build_both(MODELS[name], folder, window=window)
     assert_same(plain, ours)

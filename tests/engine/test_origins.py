@@ -19,7 +19,7 @@ from infinity.engine.engine import engine_of_model
 from infinity.engine.origins import Origins
 from parity import differences, repeatable
 
-pytestmark = pytest.mark.disk
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("three_layers")]
 
 BF16 = torch.bfloat16
 _MAP_FIXED = 0x10  # of mmap(2), on Linux
@@ -573,3 +573,10 @@ def test_packed_weights_are_looked_for_in_what_is_mapped_now(folder):
     assert got == start
     origins.look()
     assert origins.where(codes).path == origins.where(scales).path == str(paths[1])
+
+
+def test_building_a_model_that_is_not_loaded_never_looks_at_what_is_mapped(folder, monkeypatch):
+    monkeypatch.setattr(Origins, "look", lambda _: pytest.fail("it looked"))
+    with Init(nvme=str(folder), host_memory="256KiB"):
+        model = models.MODELS["llama"]()
+    assert not any(in_files(model))

@@ -23,7 +23,7 @@ def half_frozen():
 
 
 def llama():  # initialised when the whole model stands, so that what is gone is asked for again
-    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12, "vocab_size": 4096}
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 4096}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=4, **sizes))
 
 

@@ -65,6 +65,7 @@ def moved(model, steps):
 
 @pytest.mark.parametrize(
     *matrix(
+        together=1,
         name=list(models.OF_EXPERTS),
         how=["grouped_mm", "eager"],
         memory=["2MiB", "64MiB"],

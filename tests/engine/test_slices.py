@@ -9,7 +9,7 @@ import infinity
 import models
 from infinity.tiling import LogitsUsedError, runs_in_slices
 
-pytestmark = pytest.mark.disk
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("three_layers")]
 
 
 def built(make, **config):

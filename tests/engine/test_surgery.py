@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 
 import surgery
+from covers import matrix
 from infinity import InfinityError
 from parity import repeatable
 from surgery import EQUAL, GATHERED, REFUSED, x
@@ -43,25 +44,30 @@ def _repeatable():
         yield
 
 
-@pytest.fixture(params=["host", "little", "pinned"])
+@pytest.fixture
 def pair(request, folder):
     """The same model in plain torch and offloaded, with their optimizers."""
     return surgery.pair(request.param, folder)
 
 
-@pytest.mark.parametrize("name", EQUAL)
+def by_turns(table):
+    """Return parametrize's arguments for all of a table at each budget, by default at one."""
+    return matrix(together=1, name=list(table), pair=["host", "little", "pinned"])
+
+
+@pytest.mark.parametrize(*by_turns(EQUAL), indirect=["pair"])
 def test_surgery_outside_of_any_with_is_that_of_torch(name, pair):
     assert surgery.differing(EQUAL[name], pair) == []
 
 
-@pytest.mark.parametrize("name", GATHERED)
+@pytest.mark.parametrize(*by_turns(GATHERED), indirect=["pair"])
 def test_surgery_on_values_is_refused_and_that_of_torch_in_gathered_as_the_error_says(name, pair):
     with pytest.raises(InfinityError, match="gathered"):
         GATHERED[name](pair[0][1])
     assert surgery.differing(GATHERED[name], pair, gathered=True) == []
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(*by_turns(REFUSED), indirect=["pair"])
 def test_what_cannot_be_done_to_a_model_says_what_can(name, pair):
     (_, ours), (_, optimizer) = pair
     refused, word, advised = REFUSED[name]

@@ -60,6 +60,7 @@ def test_every_io_engine_gives_the_same_bits(folder, name, aio):
 
 @pytest.mark.parametrize(
     *matrix(
+        together=1,
         memory=["128KiB", "64MiB"],
         checkpoint=[None, "reentrant", "non-reentrant"],
         name=["llama", "gpt2", "mixtral"],

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import infinity
+from covers import matrix
 from infinity import UnsupportedError
 from infinity.gradients.gradient import Form
 from parity import build_both, differences, engine_in, gradients, optimizers, repeatable
@@ -86,8 +87,7 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("backwards", [1, 2])
-@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize(*matrix(together=1, name=list(EDITS), backwards=[2, 1]))
 def test_what_changes_a_gradient_in_place_does_what_it_does_in_torch(name, backwards, both):
     shown = []
     for model, optimizer in zip(both, optimizers(*both), strict=True):

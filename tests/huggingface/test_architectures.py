@@ -13,6 +13,10 @@ pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+LIKE_OTHERS = {
+    *("qwen3", "opt, tied", "gpt-neox", "bloom, tied", "modernbert", "bart, tied", "vit", "olmoe"),
+    *("qwen3-moe", "gpt-oss", "deepseek-v3"),  # which tests/engine/test_routing.py trains
+}
 
 
 def given(batch, step, dtype):
@@ -54,8 +58,13 @@ def prepared(build, dtype):
 
 @pytest.mark.parametrize(
     ("name", "computes", "checkpointed"),
-    [  # by default each architecture once, in the two types by turns
-        pytest.param(name, computes, checkpointed, marks=[] if way == number % 2 else [pytest.mark.slow])
+    [  # by default each architecture that is like no other once, in the two types by turns
+        pytest.param(
+            name,
+            computes,
+            checkpointed,
+            marks=[] if way == number % 2 and name not in LIKE_OTHERS else [pytest.mark.slow],
+        )
         for number, name in enumerate(architectures.ARCHITECTURES)
         for way, (computes, checkpointed) in enumerate([("bf16", False), ("fp32", False), ("bf16", True)])
     ],

@@ -7,6 +7,7 @@ import transformers
 import infinity
 import models
 import quantised
+from covers import matrix
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare, rounded
 from trainers import HELD, ROWS, logged
@@ -132,8 +133,7 @@ def base_of(folder, kind):
     return folder / "base", folder / "plain"
 
 
-@pytest.mark.parametrize("kind", ["bf16", "nf4 nested"])
-@pytest.mark.parametrize("place", ["memory", "the tiers"])
+@pytest.mark.parametrize(*matrix(together=1, kind=["bf16", "nf4 nested"], place=["memory", "the tiers"]))
 def test_dora_trains_on_a_frozen_base_in_its_files(folder, kind, place):
     """Its magnitudes begin as the norms of the base's weights, and each forward takes norms of them anew."""
     packed, values = base_of(folder, kind)
@@ -316,6 +316,7 @@ def trainer_of(model, place, **options):
     )
 
 
+@pytest.mark.usefixtures("three_layers")
 def test_the_trainer_trains_adapters_with_its_own_optimizer_and_resumes(folder):
     saved = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     plain, ours = (

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from children import ended
+from covers import examples
 from infinity import kernels
 
 N = 1 << 20
@@ -103,7 +104,7 @@ def test_forking_while_other_threads_are_inside_kernels_never_hangs():
     for thread in busy:
         thread.start()
     try:
-        results = [in_child(lambda: squares(grad) == expected) for _ in range(15)]
+        results = [in_child(lambda: squares(grad) == expected) for _ in range(examples(6, 15))]
     finally:
         stop.set()
         for thread in busy:

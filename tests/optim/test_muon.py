@@ -417,6 +417,7 @@ def test_a_step_moves_18_bytes_a_parameter(folder, update):
     assert all("v" not in unit.record for unit in engine.units)
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("update", ["forward", "backward"])
 def test_where_an_accelerator_computes_the_cpu_orthogonalizes_with_the_same_bits(folder, monkeypatch, update):
     device = AcceleratorDevice(torch.device("cpu"), LateStreams())

@@ -17,6 +17,7 @@ LEAST = {"bf16": "128KiB", "int8": "256KiB"}
 
 @pytest.mark.parametrize(
     *matrix(
+        together=1,
         update=["forward", "backward"],
         memory=["least", "1MiB", "64MiB"],
         state_dtype=["bf16", "int8"],

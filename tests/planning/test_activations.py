@@ -5,6 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import infinity
+from covers import matrix
 from infinity.activations.cut_by_budget import position_wise
 from infinity.bench.planning.live_tensors import LiveTensors
 from infinity.engine.engine import engine_of_model
@@ -86,8 +87,7 @@ def checkpointed(model):
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(*matrix(together=1, name=list(FAMILIES), checkpointing=[True, False]))
 def test_a_step_takes_the_activations_that_were_planned(name, checkpointing):
     content = {**LLAMA, **FAMILIES[name]}
     model = built(content)

@@ -60,7 +60,7 @@ def moved(engine):
 @pytest.mark.parametrize(
     ("kib", "changes"),
     [
-        (1024, {"update": "backward"}),
+        pytest.param(1024, {"update": "backward"}, marks=pytest.mark.slow),
         pytest.param(1024, {"update": "forward"}, marks=pytest.mark.slow),
         pytest.param(6144, {"update": "backward"}, marks=pytest.mark.slow),
         (6144, {"update": "forward"}),

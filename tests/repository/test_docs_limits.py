@@ -461,6 +461,7 @@ def test_every_refused_row_is_tried_here():
 @pytest.mark.disk
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("what", "number"), CASES)
+@pytest.mark.usefixtures("three_layers")
 def test_what_is_refused_raises_what_the_page_says(lab, what, number):
     (said,) = (error.strip("`") for row, error, _ in rows("Refused") if row == what)
     with pytest.raises(Exception) as raised:  # noqa: PT011 - which one is compared below

@@ -61,7 +61,8 @@ def set_by_name(node: ast.AST) -> bool:
 
 
 def receiver(attribute: ast.Attribute) -> str:
-    return ast.unparse(attribute.value)
+    value = attribute.value
+    return value.id if isinstance(value, ast.Name) else ast.unparse(value)
 
 
 def declared(tree: ast.AST) -> Iterator[str]:

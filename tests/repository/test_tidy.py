@@ -1,6 +1,7 @@
 """The style as a test. Trusted: the text of the files, and what public names say of themselves."""
 
 import ast
+import functools
 import importlib
 import re
 import types
@@ -28,11 +29,17 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return what a file of the product consists of: four tests look at all of it."""
+    return list(ast.walk(ast.parse(path.read_text(), str(path))))
+
+
 def functions(path: Path) -> Iterator[tuple[str, int, int]]:
     """Yield (name, first line, number of lines) of each function of a Python or C file."""
     text = path.read_text()
     if path.suffix == ".py":
-        for node in ast.walk(ast.parse(text, str(path))):
+        for node in nodes(path) if path in PRODUCT else ast.walk(ast.parse(text, str(path))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield node.name, node.lineno, (node.end_lineno or 0) - node.lineno + 1
         return
@@ -70,7 +77,7 @@ def test_memory_is_asked_for_on_a_device_that_is_named() -> None:
     makers |= {"scalar_tensor", "tensor", "zeros"}
     wrong = []
     for path in (ROOT / "infinity").glob("**/*.py"):
-        for node in ast.walk(ast.parse(path.read_text())) if "reference" not in path.parts else ():
+        for node in nodes(path) if "reference" not in path.parts else ():
             makes = (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
@@ -85,7 +92,7 @@ def test_memory_is_asked_for_on_a_device_that_is_named() -> None:
 def test_product_code_neither_prints_nor_asserts_bare() -> None:
     wrong = []
     for path in (path for path in PRODUCT if path.suffix == ".py"):
-        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        for node in nodes(path):
             if isinstance(node, ast.Assert):
                 wrong.append(f"{name(path)}:{node.lineno}: assert vanishes under python -O: raise")
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
@@ -112,7 +119,7 @@ def identifiers(path: Path) -> Iterator[str]:
         code = re.sub(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\])*"', " ", text, flags=re.DOTALL)
         yield from set(re.findall(r"[A-Za-z_]\w*", code)) - SYSTEM_NAMES
         return
-    for node in ast.walk(ast.parse(text, str(path))):
+    for node in nodes(path):
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 yield node.name

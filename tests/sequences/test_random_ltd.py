@@ -22,7 +22,7 @@ from infinity.sequences.group import SequenceGroup
 from infinity.sequences.parallel import SequenceParallel
 from thread_ranks import on_ranks
 
-pytestmark = pytest.mark.usefixtures("repeatable")
+pytestmark = pytest.mark.usefixtures("repeatable", "three_layers")
 
 LAYERS = {"llama": None, "gpt2-dropout": None, "mixtral": [1]}
 
@@ -129,6 +129,7 @@ def expected(name):
 
 @pytest.mark.parametrize(
     *matrix(
+        together=1,
         name=tuple(LAYERS),
         settings=SETTINGS,
         checkpointing=(None, "reentrant", "another"),

@@ -207,7 +207,7 @@ def committed(tmp_path_factory):
     return folder, slots[-1].relative_to(folder)
 
 
-@few
+@settings(few, max_examples=examples(6, 40))
 @given(st.data())
 def test_a_run_whose_commit_says_anything_goes_on_or_is_refused(committed, data):
     folder, name = committed

@@ -70,6 +70,7 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize(*matrix(together=1, moment=MOMENTS, nth=[1, 2, 5]))
+@pytest.mark.usefixtures("three_layers")
 def test_a_step_can_be_repeated_after_an_interrupt_of_its_forward(folder, monkeypatch, moment, nth):
     owner, name, after = moment
     fields = {"nvme": str(folder), "host_memory": "1MiB"}

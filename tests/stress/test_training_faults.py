@@ -56,6 +56,7 @@ def test_records_go_through_registered_memory(folder):
 
 @pytest.mark.parametrize(
     *matrix(
+        together=1,
         kind=["io_uring", "threads"],
         where=[0.0, 0.3, 0.7],
         result=[-errno.EIO, -errno.ENOSPC, -errno.EAGAIN, -errno.EINTR, 512, 4096],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +42,9 @@ def matrix(
 
 
 def examples(by_default: int, with_all: int) -> int:
-    """Return how many examples hypothesis draws: so many by default, and so many with --all."""
+    """Return how many examples hypothesis draws, or how many there are of something else: so many by default,
+    and so many with --all.
+    """
     return with_all if os.environ.get("INFINITY_TEST_ALL") else by_default
 
 
@@ -60,11 +63,20 @@ def _met(names: tuple[str, ...], together: int) -> set[Any]:
 
 
 def _cover(combinations: list[tuple[str, ...]], together: int) -> set[tuple[str, ...]]:
-    """Choose combinations that have every pair that any has: the one with most new pairs, again and again."""
+    """Choose combinations that have every pair that any has: the one with most new pairs, again and again.
+    Where values do not have to meet, those of a short axis come by turns.
+    """
     missing = set().union(*(_met(names, together) for names in combinations))
     chosen: set[tuple[str, ...]] = set()
+    had: Counter[tuple[int, str]] = Counter()
+
+    def worth(names: tuple[str, ...]) -> tuple[int, int]:
+        seldom = -sum(had[value] for value in enumerate(names)) if together == 1 else 0
+        return len(_met(names, together) & missing), seldom
+
     while missing:
-        best = max(combinations, key=lambda names: len(_met(names, together) & missing))
+        best = max(combinations, key=worth)
         chosen.add(best)
+        had.update(enumerate(best))
         missing -= _met(best, together)
     return chosen

@@ -7,6 +7,7 @@ import functools
 import torch
 import transformers
 
+from covers import examples
 from infinity import AdamW, Init, tiling
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
@@ -16,7 +17,7 @@ from infinity.reference.moments import widened
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": examples(2, 3),  # the fixture three_layers: always three
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "intermediate_size": 64,
@@ -24,7 +25,7 @@ SIZES = {
 GPT2 = {
     "vocab_size": 64,
     "n_embd": 32,
-    "n_layer": 3,
+    "n_layer": examples(2, 3),
     "n_head": 4,
     "n_positions": 64,
     "bos_token_id": 0,

@@ -544,7 +544,7 @@ CASES = {
     "seeds": seeds,
     "surgery": lambda: {"wrong": surgery.on_ranks(os.environ["RANKS_DISK"], every_nth=6)},
     "whole surgery": lambda: {"wrong": surgery.on_ranks(os.environ["RANKS_DISK"])},
-    "sweep": lambda: {"wrong": sweep.sweep(every_nth=36)},
+    "sweep": lambda: {"wrong": sweep.sweep(every_nth=72)},
     "whole sweep": lambda: {"wrong": sweep.sweep()},
     "traffic": traffic,
     "nvme traffic": lambda: nvme_traffic(Preset(layers=2, hidden=256, intermediate=688, heads=4), 2),

@@ -29,6 +29,8 @@ def test_each_value_runs_once_by_default_where_none_have_to_meet():
     _, cases = matrix(together=1, a=[1, 2, 3], b=["x", "y"])
     assert len(cases) == 6
     assert by_default(cases) == [(1, "x"), (2, "y"), (3, "x")]
+    _, cases = matrix(together=1, a=range(6), b=["x", "y"])
+    assert [b for _, b in by_default(cases)] == ["x", "y"] * 3
 
 
 def test_every_value_of_a_single_axis_runs_by_default():

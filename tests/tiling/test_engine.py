@@ -60,6 +60,7 @@ def test_tiles_are_built_with_the_values_and_names_of_the_whole(folder, name):
 
 @pytest.mark.parametrize(
     *matrix(
+        together=1,
         checkpoint=[None, "reentrant", "non-reentrant"],
         update=["forward", "backward"],
         name=["llama", "gpt2", "mixtral"],
@@ -117,8 +118,7 @@ def test_a_layer_that_is_nobodys_child_is_refused(folder):
     assert kept is not None
 
 
-@pytest.mark.parametrize("sliced", ["batch", "sequence"])
-@pytest.mark.parametrize("update", ["forward", "backward"])
+@pytest.mark.parametrize(*matrix(together=1, sliced=["batch", "sequence"], update=["forward", "backward"]))
 def test_slices_train_as_in_memory_and_fetch_a_unit_once_for_all_of_them(folder, sliced, update):
     def cut(model):
         model.config.use_cache = False

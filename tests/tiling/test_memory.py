@@ -29,7 +29,14 @@ def test_the_count_sees_storages_come_and_go():
     assert (counted.live_nbytes, counted.peak_nbytes) == (0, 7960)
 
 
-@pytest.mark.parametrize("form", ["fp32", "bf16", "fp32 in tiles", "bf16 in tiles"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "fp32",
+        "bf16 in tiles",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("bf16", "fp32 in tiles")),
+    ],
+)
 def test_a_loss_takes_a_sixteenth_of_the_logits_beyond_its_gradients(form):
     tokens, classes, features = 4096, 4096, 32
     dtype = torch.bfloat16 if "bf16" in form else torch.float32

@@ -12,9 +12,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from covers import matrix
 from infinity import EngineFailedError, UnsupportedError
 from infinity.units.changes import Changes
 from parity import differences, resident
+
+pytestmark = pytest.mark.disk
 
 X = torch.ones(2, 16, dtype=torch.bfloat16)
 HALF = torch.full((16, 16), 0.5, dtype=torch.bfloat16)
@@ -86,11 +89,7 @@ def change_in_forward(model, change):
     return model.a.register_forward_pre_hook(before)
 
 
-BUDGETS = [
-    "in memory",
-    pytest.param("on disk", marks=pytest.mark.disk),
-    pytest.param("pinned", marks=pytest.mark.disk),
-]
+BUDGETS = ["in memory", "on disk", "pinned"]
 
 
 @pytest.fixture(params=BUDGETS)
@@ -111,6 +110,11 @@ def built(request):
     return build
 
 
+def by_turns(changes):
+    """Return parametrize's arguments for all changes at each budget, by default at one."""
+    return matrix(together=1, change=list(changes), built=BUDGETS)
+
+
 def is_gone(model, weights):
     """Whether nothing is left of the change: the values are as before, or the engine goes no further."""
     try:
@@ -120,7 +124,7 @@ def is_gone(model, weights):
         return True
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(*by_turns(CHANGES), indirect=["built"])
 def test_a_change_in_a_forward_is_refused_by_name_whatever_the_budget(built, change):
     model = built()
     weights = copy.deepcopy(dict(model.state_dict()))
@@ -131,7 +135,7 @@ def test_a_change_in_a_forward_is_refused_by_name_whatever_the_budget(built, cha
     assert is_gone(model, weights)
 
 
-@pytest.mark.parametrize("change", HIDDEN)
+@pytest.mark.parametrize(*by_turns(HIDDEN), indirect=["built"])
 def test_what_is_hidden_from_torch_is_found_by_its_content_at_the_first_use(built, change):
     model = built(used=False)
     weights = copy.deepcopy(dict(model.state_dict()))
@@ -171,7 +175,7 @@ def test_a_change_in_a_backward_is_refused_by_name(built, change, grad):
     assert is_gone(model, weights)
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(*by_turns(CHANGES), indirect=["built"])
 def test_a_change_in_gathered_without_write_is_refused_by_name(built, change):
     model = built()
     weights = copy.deepcopy(dict(model.state_dict()))
@@ -186,7 +190,7 @@ def test_a_change_in_gathered_without_write_is_refused_by_name(built, change):
     model(X)
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(*by_turns(CHANGES), indirect=["built"])
 def test_the_advice_keeps_the_change_that_a_forward_makes(built, change):
     plain, model = Changing().bfloat16(), built()
     plain.load_state_dict(model.state_dict())

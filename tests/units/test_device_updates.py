@@ -1,6 +1,6 @@
 """Records that live on the device and are updated there, on a device whose copies are as late as their events
 allow, and whose memory is the host's. Trusted: the reference recipe, and training where the CPU computes. On
-the simulated device such records are trained in tests/device/test_device_tier.py.
+the simulated device such records are trained in tests/device/test_simulated_device.py.
 """
 
 from dataclasses import replace

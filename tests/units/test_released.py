@@ -38,6 +38,7 @@ USES = {
     "detach": lambda p: p.detach(),
     "clone": lambda p: p.clone(),
     "as_subclass": lambda p: p.as_subclass(torch.Tensor),
+    "set_": lambda p: p.set_(X.clone()),
     "T": lambda p: p.T,
     "view": lambda p: p.view(-1),
     "data_ptr": lambda p: p.data_ptr(),
