@@ -24,6 +24,7 @@ from infinity.checkpoint.save_load import load, read_manifest, save
 from infinity.engine.engine import engine_of, engine_of_model
 from infinity.engine.stats import Stats, stats
 from infinity.errors import UnsupportedError
+from infinity.huggingface import durable_training
 from infinity.huggingface.accumulation import HeldBatches, accelerate_steps, release
 from infinity.huggingface.running_trainer import running_trainer
 from infinity.huggingface.trainer_setup import FOLDER, check_output, save_streamed, saving, settle_in
@@ -54,6 +55,9 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
     SFTTrainer does (an UnsupportedError), or weights the losses of micro-batches one by one. After an error
     in `train` the next forward outside of it finds the model as it was.
 
+    A durable run (Config(durable=...)) begins, or goes on, with train_durably. AdamW(update="backward") needs
+    TrainingArguments(max_grad_norm=0); no norm is logged then.
+
     Adds to the logs infinity_nvme_read_gb, infinity_nvme_written_gb, infinity_stall_s and infinity_misses
     since the previous log, and the current infinity_host_gb.
 
@@ -70,6 +74,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         self.token: str | None = None
         self._next: Path | None = None
         self._seen: Stats | None = None
+        self._knows_norms = True
         self._state_dict_hook: Any = None
 
     def state(self) -> dict[str, Any]:
@@ -108,7 +113,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         settle_in(kwargs["model"], args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check the optimizer; load masters and moments where a training resumes."""
+        """Check the optimizer; load masters and moments where a training resumes, a durable one too."""
         model = kwargs["model"]
         save_streamed(model)  # model_init may have just built it
         check_output(model, args, state.global_step)
@@ -123,17 +128,22 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
                 "TrainingArguments(fp16=True): Accelerate makes no GradScaler on a CPU, but the loss of "
                 'fp16 weights has to be scaled; train on a GPU, or with Init(dtype="bf16")'
             )
-        if optimizer.update == "backward":
+        if optimizer.update == "backward" and args.max_grad_norm > 0:
             raise UnsupportedError(
-                'AdamW(update="backward") keeps no gradients, but the Trainer needs their norm at every '
-                'step; use update="forward"'
+                'AdamW(update="backward") keeps no gradients, but TrainingArguments max_grad_norm='
+                f'{args.max_grad_norm} needs their norm; set max_grad_norm=0, or use update="forward"'
             )
+        self._knows_norms = optimizer.update != "backward"
         if optimizer.max_norm is not None and args.max_grad_norm > 0:
             raise UnsupportedError(
                 f"AdamW has max_norm={optimizer.max_norm}, TrainingArguments max_grad_norm="
                 f"{args.max_grad_norm}; leave max_norm out"
             )
-        if state.global_step > 0:
+        durable = engine_of_model(model).durable
+        if durable is not None and durable.source is None:
+            scaler = getattr(kwargs["optimizer"], "scaler", None)
+            durable_training.begin(model, optimizer, kwargs["lr_scheduler"], state, scaler)
+        if state.global_step > 0 and (durable is None or not durable.found):
             self._resume(model, optimizer, args, state)
         self._accumulate(model, kwargs["optimizer"], args)
 
@@ -168,9 +178,10 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         now = stats(kwargs["model"])
         figures = _figures(now, now.since(self._seen))
         self._seen = now
-        logs.update(figures)
-        if state.log_history:
-            state.log_history[-1].update(figures)
+        for one in (logs, *state.log_history[-1:]):
+            one.update(figures)
+            if not self._knows_norms:
+                one.pop("grad_norm", None)  # 0: the Trainer has looked for gradients, and found none
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the optimizer's full state_dict, and the model's forward."""

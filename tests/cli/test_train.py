@@ -20,9 +20,10 @@ from infinity.cli import task
 from infinity.cli import train as module
 from infinity.cli.interrupted import Interrupted
 from infinity.cli.presets import PRESETS, Preset, llama, recompute_blocks
+from infinity.cli.schedule import learning_rate
 from infinity.cli.settings import TrainSettings
 from infinity.cli.text import default_text
-from infinity.cli.train import disk_speed, learning_rate, train
+from infinity.cli.train import disk_speed, train
 from infinity.storage.disk_speed import DiskSpeed
 
 pytestmark = pytest.mark.disk
