@@ -55,8 +55,8 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
     SFTTrainer does (an UnsupportedError), or weights the losses of micro-batches one by one. After an error
     in `train` the next forward outside of it finds the model as it was.
 
-    A durable run (Config(durable=...)) begins, or goes on, with train_durably. AdamW(update="backward") needs
-    TrainingArguments(max_grad_norm=0); no norm is logged then.
+    A durable run (Config(durable=...)) begins, or goes on, with train_durably. AdamW(update="backward"), and
+    AdamW(max_norm=...), which then clips, need TrainingArguments(max_grad_norm=0).
 
     Adds to the logs infinity_nvme_read_gb, infinity_nvme_written_gb, infinity_stall_s and infinity_misses
     since the previous log, and the current infinity_host_gb.
@@ -74,7 +74,6 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         self.token: str | None = None
         self._next: Path | None = None
         self._seen: Stats | None = None
-        self._knows_norms = True
         self._state_dict_hook: Any = None
 
     def state(self) -> dict[str, Any]:
@@ -133,12 +132,13 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
                 'AdamW(update="backward") keeps no gradients, but TrainingArguments max_grad_norm='
                 f'{args.max_grad_norm} needs their norm; set max_grad_norm=0, or use update="forward"'
             )
-        self._knows_norms = optimizer.update != "backward"
         if optimizer.max_norm is not None and args.max_grad_norm > 0:
             raise UnsupportedError(
                 f"AdamW has max_norm={optimizer.max_norm}, TrainingArguments max_grad_norm="
-                f"{args.max_grad_norm}; leave max_norm out"
+                f"{args.max_grad_norm}; leave max_norm out, or set max_grad_norm=0"
             )
+        if args.max_grad_norm <= 0:
+            _leave_norms_out(optimizer)
         durable = engine_of_model(model).durable
         if durable is not None and durable.source is None:
             scaler = getattr(kwargs["optimizer"], "scaler", None)
@@ -178,10 +178,11 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         now = stats(kwargs["model"])
         figures = _figures(now, now.since(self._seen))
         self._seen = now
+        norm = getattr(getattr(kwargs["optimizer"], "optimizer", None), "grad_norm", None)
+        if "loss" in logs and norm is not None:
+            figures["grad_norm"] = norm
         for one in (logs, *state.log_history[-1:]):
             one.update(figures)
-            if not self._knows_norms:
-                one.pop("grad_norm", None)  # 0: the Trainer has looked for gradients, and found none
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the optimizer's full state_dict, and the model's forward."""
@@ -266,6 +267,16 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
             "Either the checkpoint was moved, or saving was interrupted: move it back, set "
             "TrainingArguments(resume_from_checkpoint=...) to its new place, or resume from an earlier one"
         )
+
+
+def _leave_norms_out(optimizer: OffloadedOptimizer) -> None:
+    """Keep the Trainer, which since transformers 5 asks for a norm where it clips nothing, from doing so where
+    there is none, or the optimizer knows it.
+    """
+    trainer = running_trainer()
+    if trainer is not None and (optimizer.update == "backward" or optimizer.max_norm is not None):
+        accelerator: Any = trainer.accelerator
+        accelerator.clip_grad_norm_ = lambda *_, **__: None
 
 
 def _checkpoint(args: Any, state: Any) -> Path:
