@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from infinity.cli.settings import TrainSettings
 from infinity.errors import ConfigError
@@ -24,18 +24,18 @@ def boards(settings: TrainSettings) -> list[Any]:
 
 def _tensorboard(folder: str) -> Any:
     from torch.utils.tensorboard import SummaryWriter
-    from transformers.integrations import TensorBoardCallback
+    from transformers import integrations
 
-    writer: Any = SummaryWriter(log_dir=folder)
-    return TensorBoardCallback(writer)
+    writer = cast("Any", SummaryWriter)(log_dir=folder)
+    return cast("Any", integrations).TensorBoardCallback(writer)
 
 
 def _wandb(project: str) -> Any:
     import wandb
-    from transformers.integrations import WandbCallback
+    from transformers import integrations
 
     wandb.init(project=project)  # which the callback takes
-    return WandbCallback()
+    return cast("Any", integrations).WandbCallback()
 
 
 _OPENS: Mapping[str, Callable[[str], Any]] = {"tensorboard": _tensorboard, "wandb": _wandb}

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -32,6 +32,7 @@ from infinity.cli.report import Meter, StepReport
 from infinity.cli.schedule import learning_rate
 from infinity.cli.settings import TrainSettings
 from infinity.cli.task import Task
+from infinity.cli.text import Windows
 from infinity.engine.engine import engine_of_model
 from infinity.engine.stats import stats
 from infinity.errors import ConfigError, UnsupportedError
@@ -183,7 +184,7 @@ class _StepTrainer(transformers.Trainer):
             loss: Tensor = super().training_step(model, inputs, *more, **options)
         scaler: Any = self.accelerator.scaler
         if scaler is not None and self.args.max_grad_norm > 0 and self.accelerator.sync_gradients:
-            scaler.unscale_(self.optimizer.optimizer)
+            scaler.unscale_(cast("Any", self.optimizer).optimizer)
         self._steps.hear(loss, inputs["labels"].numel())
         return loss
 
@@ -206,7 +207,9 @@ class _StepTrainer(transformers.Trainer):
 
     def _get_train_sampler(self, *given: Any) -> Any:
         """Return the Trainer's own, which shuffles, but for rows that were drawn."""
-        return super()._get_train_sampler(*given) if self._shuffled else SequentialSampler(self.train_dataset)
+        if self._shuffled:
+            return super()._get_train_sampler(*given)
+        return SequentialSampler(cast("Windows", self.train_dataset))
 
 
 class Steps(transformers.TrainerCallback):
@@ -256,6 +259,7 @@ class Steps(transformers.TrainerCallback):
         step = self._ended(state.global_step, logs["learning_rate"], norm)
         known = {name: one for name, one in asdict(step).items() if name != "step" and one is not None}
         logs.update(known)
+        state.log_history.clear()  # log.jsonl has it, in no memory
         if control.should_evaluate:
             self._to_evaluate = step
         else:

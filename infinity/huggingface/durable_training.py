@@ -12,7 +12,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import transformers
 from torch import nn
@@ -41,15 +41,15 @@ def train_durably(trainer: transformers.Trainer) -> Any:
 
     Raises: ConfigError for a model without `durable`; what infinity.resume and `train` raise.
     """
-    model: Any = trainer.model
-    args: Any = trainer.args
+    model, args = cast("Any", trainer.model), trainer.args
     done = steps_done(durable_of(model))
     if not done:
         output = trainer.train()
     elif 0 < args.max_steps <= done:
         trainer.create_optimizer_and_scheduler(args.max_steps)
         state = transformers.TrainerState(global_step=done)
-        begin(model, trainer.optimizer, trainer.lr_scheduler, state, _scaler_of(trainer))
+        optimizer = cast("OffloadedOptimizer", trainer.optimizer)
+        begin(model, optimizer, trainer.lr_scheduler, state, trainer.accelerator.scaler)
         return None
     else:
         output = _go_on(trainer, done)
@@ -114,7 +114,7 @@ class _Position:
 def _go_on(trainer: Any, done: int) -> Any:
     """Train from step `done` on; see [Note: how a Trainer goes on]."""
     args = trainer.args
-    state = transformers.TrainerState(global_step=done, train_batch_size=args.train_batch_size)
+    state: Any = transformers.TrainerState(global_step=done, train_batch_size=args.train_batch_size)
     state.compute_steps(args, args.max_steps)
     with tempfile.TemporaryDirectory(prefix="infinity-") as folder:
         state.save_to_json(str(Path(folder, TRAINER_STATE_NAME)))
@@ -127,7 +127,3 @@ def _go_on(trainer: Any, done: int) -> Any:
 
 def _nothing(*_: Any) -> None:
     pass
-
-
-def _scaler_of(trainer: Any) -> Any:
-    return trainer.accelerator.scaler

@@ -270,8 +270,8 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
 
 
 def _leave_norms_out(optimizer: OffloadedOptimizer) -> None:
-    """Keep the Trainer, which since transformers 5 asks for a norm where it clips nothing, from doing so where
-    there is none, or the optimizer knows it.
+    """Keep the Trainer, which since transformers 5 asks for a norm also where it clips nothing, from doing so
+    where there is none, or the optimizer knows it.
     """
     trainer = running_trainer()
     if trainer is not None and (optimizer.update == "backward" or optimizer.max_norm is not None):
