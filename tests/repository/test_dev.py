@@ -339,9 +339,13 @@ def test_the_urls_are_those_of_the_remote_or_of_the_sdist_and_without_one_that_i
     monkeypatch.setattr(setup, "ROOT", tmp_path)
     assert setup.urls() == {}
     assert capsys.readouterr().out.startswith("no project URLs: ")
-    git = [shutil.which("git"), "-C", str(tmp_path)]
-    subprocess.run([*git, "init", "-q"], check=True)
-    subprocess.run([*git, "remote", "add", "origin", "git@example.org:team/infinity.git"], check=True)
+    (tmp_path / ".git").mkdir()
+    program(
+        tmp_path / "bin",
+        "git",
+        '[ "$*" = "remote get-url origin" ] && echo git@example.org:team/infinity.git',
+    )
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     found = setup.urls()
     assert found["Repository"] == "https://example.org/team/infinity"
     assert set(found) == {"Repository", "Documentation", "Changelog", "Issues"}
