@@ -139,11 +139,8 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
             )
         if args.max_grad_norm <= 0:
             _leave_norms_out(optimizer)
-        durable = engine_of_model(model).durable
-        if durable is not None and durable.source is None:
-            scaler = getattr(kwargs["optimizer"], "scaler", None)
-            durable_training.begin(model, optimizer, kwargs["lr_scheduler"], state, scaler)
-        if state.global_step > 0 and (durable is None or not durable.found):
+        restored = _begin_durably(kwargs["optimizer"], kwargs["lr_scheduler"], model, state)
+        if state.global_step > 0 and not restored:
             self._resume(model, optimizer, args, state)
         self._accumulate(model, kwargs["optimizer"], args)
 
@@ -267,6 +264,16 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
             "Either the checkpoint was moved, or saving was interrupted: move it back, set "
             "TrainingArguments(resume_from_checkpoint=...) to its new place, or resume from an earlier one"
         )
+
+
+def _begin_durably(optimizer: Any, scheduler: Any, model: nn.Module, state: Any) -> bool:
+    """Begin a durable run, if the model is one's and it has not begun; return whether it was restored."""
+    durable = engine_of_model(model).durable
+    if durable is None or durable.source is not None:
+        return False
+    found, scaler = bool(durable.found), getattr(optimizer, "scaler", None)
+    durable_training.begin(model, _optimizer(optimizer), scheduler, state, scaler)
+    return found
 
 
 def _leave_norms_out(optimizer: OffloadedOptimizer) -> None:

@@ -45,7 +45,7 @@ def trainer_of(folder, *callbacks, durable=True, **options):
     )
 
 
-def test_a_training_that_an_error_ended_goes_on_with_the_bits_of_one_that_never_stopped(folder):
+def test_a_training_that_an_error_ended_goes_on_with_the_bits_of_one_that_never_stopped(folder, caplog):
     """Twenty-four rows, four a step: it ends in the second of two epochs. The rate rises, and falls."""
     whole = trainer_of(folder / "whole", gradient_accumulation_steps=2)
     assert train_durably(whole).global_step == 8
@@ -60,6 +60,7 @@ def test_a_training_that_an_error_ended_goes_on_with_the_bits_of_one_that_never_
     ):
         again.train()
     assert train_durably(again).global_step == 8
+    assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == []
     names = ("loss", "learning_rate", "grad_norm")
     assert logged(again, *names) == logged(whole, *names)[7:]
     engine_of_model(again.model).close()
