@@ -122,7 +122,7 @@ def _arguments(settings: TrainSettings, task: Task, folder: Path) -> _Arguments:
         gradient_accumulation_steps=settings.accumulate,
         max_grad_norm=settings.max_norm or 0.0 if settings.dtype == "fp16" else 0.0,
         fp16=settings.dtype == "fp16",
-        seed=settings.seed,
+        seed=settings.seed % 2**32,  # numpy takes no more
         data_seed=settings.seed,
         dataloader_pin_memory=settings.device != "cpu",
         eval_strategy="no" if task.evaluation is None else "steps",
