@@ -209,7 +209,8 @@ def set_up(task: str) -> Path:
             if not succeeds([sys.executable, "-c", "import torch"], cwd="/"):
                 raise SystemExit(f"dev: {error}") from None
             say(f"{error}: going on with what {sys.executable} has")
-            borrow(ROOT / ".venv", MODULES + (TEST_MODULES if tasks - {"demo", "build"} else []))
+            wanted = ["accelerate", *MODULES]  # which `infinity train` needs
+            borrow(ROOT / ".venv", wanted + (TEST_MODULES if tasks - {"demo", "build"} else []))
         stamp.write_text(json.dumps({"digest": digest, "tasks": sorted(tasks)}))
     build_c(python)
     return python

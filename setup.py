@@ -4,6 +4,7 @@ Both are plain shared libraries, without Python's API, loaded through cffi: henc
 Python. `$CC`, `$CFLAGS` and `$LIBURING_PREFIX` are honoured; `INFINITY_WERROR=1` makes warnings errors.
 """
 
+import email
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 from typing import ClassVar
+from urllib.parse import urlsplit
 
 from setuptools import Command, Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -80,6 +82,39 @@ def build(name: str, into: Path) -> None:
     print(f"built {library}{note}", flush=True)
 
 
+def page(remote: str) -> str | None:
+    """Turn a git remote's address into its page's, by https; None for a path or a host that is not public."""
+    short = re.fullmatch(r"(?:[^@/]+@)?([\w.-]+):(?!/)(.+)", remote)  # git@host:path
+    address = urlsplit(f"ssh://{short[1]}/{short[2]}" if short else remote)
+    host, path = address.hostname or "", address.path.strip("/").removesuffix(".git")
+    public = re.fullmatch(r"([\w-]+\.)+[a-z][\w-]*[a-z]", host)  # a name with a dot, no number
+    if address.scheme not in {"http", "https", "ssh"} or not public or not path:
+        return None
+    return f"https://{host}/{path}"  # without a user, a password or a port of ssh
+
+
+def urls() -> dict[str, str]:
+    """Find the project's addresses: those of the remote that this is a clone of, or what the sdist says."""
+    said = ROOT / "PKG-INFO"
+    if said.exists():
+        lines = email.message_from_string(said.read_text(encoding="utf-8")).get_all("Project-URL", [])
+        return dict(line.split(", ", 1) for line in lines)
+    origin = ""
+    if (ROOT / ".git").exists() and shutil.which("git"):
+        asked = ["git", "remote", "get-url", "origin"]
+        origin = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    repository = page(origin.strip())
+    if repository is None:
+        print("no project URLs: git's remote `origin` is not at a public host, or there is none", flush=True)
+        return {}
+    return {
+        "Repository": repository,
+        "Documentation": f"{repository}/tree/HEAD/docs",
+        "Changelog": f"{repository}/blob/HEAD/CHANGELOG.md",
+        "Issues": f"{repository}/issues",
+    }
+
+
 class BuildC(Command):
     """`python setup.py build_c [--into FOLDER]`: the libraries alone, in the source folders by default."""
 
@@ -146,4 +181,6 @@ class Binary(Distribution):
         return True
 
 
-setup(cmdclass={"bdist_wheel": Wheel, "build_c": BuildC, "build_py": BuildPy}, distclass=Binary)
+if __name__ == "__main__":  # of every build, too
+    commands = {"bdist_wheel": Wheel, "build_c": BuildC, "build_py": BuildPy}
+    setup(cmdclass=commands, distclass=Binary, project_urls=urls())

@@ -2,10 +2,10 @@
 
     python -m infinity.bench.engine.losses --nvme DIR --png FILE.png --json FILE.json
 
-This is the loop of `infinity train` with its default text, the standard library's sources with a byte per
+This trains as `infinity train` does, on its default text, the standard library's sources with a byte per
 token. All curves have the same initial weights and batches, so they differ only by the rounding of moments.
-Time does not
-matter: this may run on a busy machine.
+Time does not matter: this may run on a busy
+machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 
 import infinity
 from infinity.bench.engine.runs import STATE_DTYPES, folder_on, here, machine, save, words
 from infinity.bench.places import check_folder
 from infinity.cli.presets import PRESETS, llama
-from infinity.cli.text import Sampler, Text, default_text
-from infinity.cli.train import learning_rate
+from infinity.cli.schedule import learning_rate
+from infinity.cli.text import Text, Windows, default_text
 from infinity.engine.engine import engine_of_model
 from infinity.errors import ConfigError
 
@@ -68,10 +68,11 @@ def losses(settings: CurveSettings, state_dtype: str, text: Text, folder: Path) 
         model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, update="backward"
     )
     schedule = LambdaLR(optimizer, lambda step: learning_rate(step, settings.warmup, settings.steps))
-    batches = Sampler(text, batch=settings.batch, sequence=settings.sequence, seed=settings.seed)
+    count = settings.steps * settings.batch
+    windows = Windows(text, sequence=settings.sequence, count=count, seed=settings.seed)
     with closing(engine_of_model(model)):
-        for ids in islice(batches, settings.steps):
-            loss = model(input_ids=ids, labels=ids).loss
+        for batch in DataLoader(windows, settings.batch):
+            loss = model(**batch).loss
             loss.backward()
             optimizer.step()
             schedule.step()

@@ -21,9 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from infinity.errors import ConfigError, InfinityError
 
 IGNORED = -100
@@ -44,64 +41,10 @@ class DataError(InfinityError, ValueError):
     """A file of data is empty, damaged, or has other columns than expected."""
 
 
-class Sequences:
-    """Packed sequences of all files, in an order that `seed` shuffles anew for each epoch, without end.
-
-    Several ranks divide each batch: together they see what one rank sees with as many times the sequences.
-    """
-
-    def __init__(self, packed: Any, *, batch: int, seed: int, rank: int = 0, ranks: int = 1) -> None:
-        """packed: rows of input_ids and labels. batch: sequences per batch and rank. seed: of the order."""
-        self._packed = packed.with_format("torch")
-        self._batch, self._seed, self._rank, self._ranks = batch, seed, rank, ranks
-        self._drawn = 0
-        self._order: tuple[int, list[int]] = (-1, [])
-
-    def __len__(self) -> int:
-        """Return the number of sequences."""
-        return len(self._packed)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the position in the stream."""
-        return {"drawn": torch.tensor(self._drawn, device="cpu")}
-
-    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Continue from a position."""
-        self._drawn = int(state_dict["drawn"])
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (token ids, labels): int64 [batch, sequence] each."""
-        while True:
-            first = self._drawn + self._rank * self._batch
-            places = [self._place(number) for number in range(first, first + self._batch)]
-            self._drawn += self._batch * self._ranks
-            yield self._rows(places)
-
-    def once(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's batches of all sequences, each once, as many batches on every rank: where the
-        sequences are too few, one without labels.
-        """
-        for first in range(0, len(self), self._batch * self._ranks):
-            mine = first + self._rank * self._batch
-            places = range(mine, min(mine + self._batch, len(self)))
-            ids, labels = self._rows(list(places) or [0])
-            yield ids, labels if places else torch.full_like(labels, IGNORED)
-
-    def _place(self, number: int) -> int:
-        """Return the row of the sequence that is drawn as `number`."""
-        epoch, within = divmod(number, len(self))
-        if self._order[0] != epoch:
-            generator = torch.Generator().manual_seed(self._seed + epoch)
-            self._order = epoch, torch.randperm(len(self), generator=generator, device="cpu").tolist()
-        return self._order[1][within]
-
-    def _rows(self, places: list[int]) -> tuple[Tensor, Tensor]:
-        rows = self._packed[places]
-        return rows["input_ids"].long(), rows["labels"].long()
-
-
 def packed(paths: Sequence[str], tokenizer: Any, sequence: int, flag: str) -> tuple[Any, str]:
     """Read, tokenize and pack files; return the rows and a line about them. Kept in datasets' own cache.
+
+    A row has input_ids, labels, and learned, the number of tokens that a loss counts.
 
     paths: text, unless the name ends in .jsonl, .json, .ndjson or .parquet. sequence: tokens per row. flag:
     the option that named the files, for errors.
@@ -119,7 +62,7 @@ def packed(paths: Sequence[str], tokenizer: Any, sequence: int, flag: str) -> tu
     rows = datasets.concatenate_datasets([_packed(path, tokenizer, sequence, flag) for path in paths])
     tokens, learned = len(rows) * sequence, sum(rows["learned"])
     line = f"{', '.join(paths)}: {len(rows):,} sequences of {sequence} tokens, {learned / tokens:.0%} learned"
-    return rows.select_columns(["input_ids", "labels"]), line
+    return rows, line
 
 
 def _check(path: str, flag: str) -> None:

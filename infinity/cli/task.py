@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from infinity.cli.data import Sequences, packed
+from infinity.cli.data import packed
 from infinity.cli.language_model import LanguageModel
 from infinity.cli.presets import PRESETS, llama
 from infinity.cli.settings import TrainSettings
-from infinity.cli.text import Sampler, Text, default_text
+from infinity.cli.text import Text, Windows, default_text
 from infinity.sizes import format_size
-from infinity.units.tracking import Stateful
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +26,12 @@ class Task:
     """Of sequences and losses: "byte" or "token"."""
     build: Callable[[], Any]
     """Builds the model, within Init where it is offloaded."""
-    loader: Stateful
-    """The position in the stream of batches, committed with durable steps."""
-    batches: Callable[[], Iterator[tuple[Tensor, Tensor]]]
-    """Starts a stream without end of (token ids, labels), int64 [batch, sequence] each."""
-    evaluation: Sequences | None = None
+    data: Any
+    """Rows of input_ids and labels."""
+    shuffled: bool
+    """Whether the rows' order is drawn anew for each epoch; else they are drawn themselves."""
+    evaluation: Any = None
+    """Rows as those of `data`, with the number of tokens to learn of each: learned."""
     tokenizer: Any = None
 
     def save_tokenizer(self, folder: Path) -> None:
@@ -42,50 +40,42 @@ class Task:
             self.tokenizer.save_pretrained(folder)
 
 
-def task_of(settings: TrainSettings, rank: int, ranks: int) -> Task:
-    """Read tokenizer and data; build nothing.
+def task_of(settings: TrainSettings, ranks: int) -> Task:
+    """Read tokenizer and data, for so many ranks; build nothing.
 
     Raises: ConfigError, DataError, TextError, OSError.
     """
-    return _of_preset(settings, rank, ranks) if settings.model is None else _of_model(settings, rank, ranks)
+    drawn = settings.steps * settings.accumulate * settings.batch * ranks
+    return _of_preset(settings, drawn) if settings.model is None else _of_model(settings, drawn)
 
 
-def _of_preset(settings: TrainSettings, rank: int, ranks: int) -> Task:
+def _of_preset(settings: TrainSettings, drawn: int) -> Task:
     text = default_text() if settings.text is None else Text(settings.text)
-    shape = {"batch": settings.batch, "sequence": settings.sequence, "seed": settings.seed}
-    sampler = Sampler(text, **shape, rank=rank, ranks=ranks)
     return Task(
         name=settings.preset,
         about=f"text: {text.path}, {text.files:,} files, {format_size(text.nbytes)}",
         unit="byte",
         build=lambda: llama(PRESETS[settings.preset], settings.sequence),
-        loader=sampler,
-        batches=lambda: ((ids, ids) for ids in sampler),
+        data=Windows(text, sequence=settings.sequence, count=drawn, seed=settings.seed),
+        shuffled=False,
     )
 
 
-def _of_model(settings: TrainSettings, rank: int, ranks: int) -> Task:
+def _of_model(settings: TrainSettings, drawn: int) -> Task:
     model = LanguageModel(settings, frozen=settings.lora > 0)
-
-    def sequences(paths: Any, flag: str) -> tuple[Sequences, str]:
-        rows, about = packed(paths, model.tokenizer, settings.sequence, flag)
-        shape = {"batch": settings.batch, "seed": settings.seed}
-        return Sequences(rows, **shape, rank=rank, ranks=ranks), about
-
-    stream, about = sequences(settings.data, "--data")
+    data, about = packed(settings.data or (), model.tokenizer, settings.sequence, "--data")
     evaluation = None
     if settings.eval_data:
-        evaluation, evaluated = sequences(settings.eval_data, "--eval-data")
+        evaluation, evaluated = packed(settings.eval_data, model.tokenizer, settings.sequence, "--eval-data")
         about += f"\nevaluation: {evaluated}"
-    drawn = settings.steps * settings.accumulate * settings.batch * ranks
     weights = "fresh weights" if model.fresh else f"weights of {model.folder}"
     return Task(
         name=model.name,
-        about=f"{weights}; data: {about}; {drawn / len(stream):.2g} epochs",
+        about=f"{weights}; data: {about}; {drawn / len(data):.2g} epochs",
         unit="token",
         build=model.build,
-        loader=stream,
-        batches=lambda: iter(stream),
+        data=data,
+        shuffled=True,
         evaluation=evaluation,
         tokenizer=model.tokenizer,
     )

@@ -1,4 +1,4 @@
-"""Batches of bytes from a text file or folder of any size: only the windows of a step are read.
+"""Windows of bytes of a text file or folder of any size: only those of a step are read.
 
 [Note: one long text]
 The files of a folder, in the order of their names, are one long text. A window is drawn anywhere in it, so
@@ -17,10 +17,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from infinity.errors import InfinityError
 
 _LOOK_NBYTES = 4096
+_DRAWN = 4096
+"""Places that are drawn at once."""
 _NOT_TEXT = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
 
 
@@ -77,47 +80,45 @@ class Text:
         return f"<Text {self.path}: {self.files} files, {self.nbytes} B>"
 
 
-class Sampler:
-    """An endless stream of batches, the same ones for the same text, seed and shape.
+class Windows(Dataset[dict[str, Tensor]]):
+    """Windows anywhere in a text, the same ones for the same text, length and seed: what the next one is
+    depends on its number alone.
 
-    Several ranks divide each batch: together they see what one rank sees with as many times the sequences.
-
-    Raises: TextError where the text is shorter than one sequence.
+    Raises: TextError where the text is shorter than one window.
     """
 
-    def __init__(
-        self, text: Text, *, batch: int, sequence: int, seed: int, rank: int = 0, ranks: int = 1
-    ) -> None:
-        """batch: sequences per batch and rank. sequence: bytes. seed: of the positions."""
+    def __init__(self, text: Text, *, sequence: int, count: int, seed: int) -> None:
+        """sequence: bytes of a window. count: of windows. seed: of the places."""
         if text.nbytes < sequence:
             raise TextError(
                 f"text: {text.path} has {text.nbytes} B, less than one sequence of {sequence}. "
                 "Give more text, or a smaller --sequence."
             )
         self._text = text
-        self._batch, self._sequence = batch, sequence
-        self._rank, self._ranks = rank, ranks
-        self._generator = torch.Generator().manual_seed(seed)
+        self._sequence, self._count, self._seed = sequence, count, seed
+        self._starts: tuple[int, list[int]] = (-1, [])
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the position in the stream."""
-        return {"generator": self._generator.get_state()}
+    def __len__(self) -> int:
+        """Return the number of windows."""
+        return self._count
 
-    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Continue from a position."""
-        self._generator.set_state(state_dict["generator"])
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        """Return a window's token ids, which are its labels too: int64 [sequence] each."""
+        if not 0 <= number < self._count:
+            raise IndexError(number)
+        read = self._text.read(self._start(number), self._sequence)
+        ids = torch.frombuffer(bytearray(read), dtype=torch.uint8).long()
+        return {"input_ids": ids, "labels": ids}
 
-    def __iter__(self) -> Iterator[Tensor]:
-        """Yield batches of token ids: int64 [batch, sequence]."""
-        last = self._text.nbytes - self._sequence
-        while True:
-            drawn = torch.randint(
-                last + 1, (self._ranks, self._batch), generator=self._generator, device="cpu"
-            )
-            starts = drawn[self._rank].tolist()
-            read = b"".join(self._text.read(start, self._sequence) for start in starts)
-            flat = torch.frombuffer(bytearray(read), dtype=torch.uint8)
-            yield flat.view(self._batch, self._sequence).long()
+    def _start(self, number: int) -> int:
+        """Return where a window begins; places are drawn in blocks, of which one is kept."""
+        block, within = divmod(number, _DRAWN)
+        if self._starts[0] != block:
+            generator = torch.Generator().manual_seed(self._seed + block)
+            last = self._text.nbytes - self._sequence
+            drawn = torch.randint(last + 1, (_DRAWN,), generator=generator, device="cpu")
+            self._starts = block, drawn.tolist()
+        return self._starts[1][within]
 
 
 def _text_files(path: str, suffix: str) -> Iterator[tuple[str, int]]:

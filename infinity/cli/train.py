@@ -1,8 +1,8 @@
-"""`infinity train`: a preset on the bytes of a text, or a model of transformers on data, by a plain loop.
+"""`infinity train`: a preset on the bytes of a text, or a model of transformers on data, by their Trainer.
 
-The loop is the one that users write: Init around the model, AdamW, a scheduler of torch. With `plain`, the
-same model, data and recipe run in memory, by infinity.reference: losses are bit-identical for the same number
-of torch threads.
+It is set up as users set it up: Init around the model, AdamW, a scheduler of torch, and the callback. With
+`plain`, the same Trainer has the model in memory, and infinity.reference's optimizer: losses are
+bit-identical for the same number of torch threads.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import logging
 import math
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -22,14 +20,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch import nn
 
 from infinity import reference
 from infinity.checkpoint.export import save_pretrained
-from infinity.checkpoint.resume import commit, durable_of, resume
-from infinity.cli.boards import Boards
-from infinity.cli.data import IGNORED, NEEDED, Sequences
+from infinity.checkpoint.resume import durable_of
+from infinity.cli.boards import boards
+from infinity.cli.data import NEEDED
 from infinity.cli.interrupted import Interrupted, interruptible
 from infinity.cli.presets import recompute_blocks
 from infinity.cli.recording import Recording
@@ -41,32 +38,16 @@ from infinity.config.settings import Config
 from infinity.engine.engine import Engine, engine_of_model
 from infinity.engine.init import Init
 from infinity.engine.stats import stats
-from infinity.errors import ConfigError, InfinityError, UnsupportedError
-from infinity.optim.base import OffloadedOptimizer
+from infinity.errors import ConfigError, InfinityError
 from infinity.optim.optimizers import AdamW
 from infinity.planning.layout import RecordSchema
-from infinity.ranks.group import ALONE, Ranks
 from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
 from infinity.storage.disk_speed import DiskSpeed, measured
-from infinity.units.tracking import Stateful
-
-logger = logging.getLogger("infinity")
-
-LAST_FACTOR = 0.1
-"""The learning rate's factor at the last step."""
 
 
 class DivergedError(InfinityError, ArithmeticError):
     """The loss is not finite, and further steps cannot change that."""
-
-
-def learning_rate(step: int, warmup: int, steps: int) -> float:
-    """Return the learning rate's factor at a step, from 0: linear up to 1, then a cosine to LAST_FACTOR."""
-    if step < warmup:
-        return (step + 1) / warmup
-    done = min(1.0, (step - warmup) / max(1, steps - warmup))
-    return LAST_FACTOR + (1 - LAST_FACTOR) * (1 + math.cos(math.pi * done)) / 2
 
 
 def train(settings: TrainSettings, console: Console) -> None:
@@ -74,25 +55,28 @@ def train(settings: TrainSettings, console: Console) -> None:
 
     Raises: Interrupted after a signal, once everything is closed and reported; InfinityError; OSError.
     """
-    if importlib.util.find_spec("transformers") is None:
-        cure = "pip install 'zero-infinity[train]'" if settings.model is None else NEEDED
-        raise ConfigError(f"infinity train needs transformers: {cure}")
+    for needed in ("transformers", "accelerate"):
+        if importlib.util.find_spec(needed) is None:
+            cure = "pip install 'zero-infinity[train]'" if settings.model is None else NEEDED
+            raise ConfigError(f"infinity train needs {needed}: {cure}")
     rank, ranks = (int(os.environ.get(name, usual)) for name, usual in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if ranks > 1 and settings.plain:
         raise ConfigError("--plain trains in one process: start without torchrun, or without --plain.")
     recording = Recording(None, None) if rank else Recording(settings.timeline, settings.report)
     with interruptible() as check:
         with contextlib.nullcontext() if rank else _told_before_a_step(console):
-            task = task_of(settings, rank, ranks)
-            boards = None if rank else Boards(settings)
+            task = task_of(settings, ranks)
+            opened = [] if rank else boards(settings)
             from transformers import LlamaForCausalLM  # noqa: F401 (its imports' memory is not training's)
 
+            from infinity.cli import trainer  # noqa: F401 (nor is that of these)
+
         meter = Meter()
-        if boards is None:
+        if rank:
             _train_beside(settings, task, folder_beside(settings.out), meter, recording, check)
             return
         with run_folder(settings.out) as folder:
-            _train(settings, console, task, boards, folder, meter, recording, check)
+            _train(settings, console, task, opened, folder, meter, recording, check)
 
 
 def _train_beside(
@@ -104,15 +88,21 @@ def _train_beside(
     check: Callable[[], None],
 ) -> None:
     """Train as a rank other than 0, which shows and logs the run."""
+    from infinity.cli.trainer import Watch, run_trainer
+
     model, optimizer = build(settings, task, folder)
     run = Run(task.name, 1)
     engine = engine_of_model(model)
     try:
         complete = _is_complete(settings, model)
-        for step in steps(settings, task, model, optimizer, meter, recording):
+
+        def show(step: StepReport) -> None:
             run.steps.append(step)
             check()
             _check_finite(step)
+
+        watch = Watch(meter, recording, show)
+        run_trainer(settings, task, model, optimizer, folder, watch)
         _figures(engine, run, meter)
         if settings.save is not None and not complete:
             save_pretrained(model, settings.save)
@@ -133,13 +123,15 @@ def _train(
     settings: TrainSettings,
     console: Console,
     task: Task,
-    boards: Boards,
+    opened: Sequence[Any],
     folder: Path,
     meter: Meter,
     recording: Recording,
     check: Callable[[], None],
 ) -> None:
-    """Build and train, and report the run, however it ends."""
+    """Build and train, and report the run, however it ends. opened: callbacks of boards."""
+    from infinity.cli.trainer import Watch, run_trainer
+
     with _told_before_a_step(console):
         model, optimizer = build(settings, task, folder)
     counts = dict.fromkeys((True, False), 0)
@@ -171,14 +163,17 @@ def _train(
             begun = _done(model)
         budget = None if run.before is None else run.before.budget_nbytes
         with closing(Progress(settings.steps, budget, meter.baseline_nbytes, begun)) as progress:
-            for step in steps(settings, task, model, optimizer, meter, recording):
+
+            def show(step: StepReport) -> None:
                 run.steps.append(step)
                 with errors_named(folder / LOG):
                     log.write(step)
-                boards.write(step)
                 progress.show(step, run.bound(RECENT))
                 check()
                 _check_finite(step)
+
+            watch = Watch(meter, recording, show, opened)
+            run_trainer(settings, task, model, optimizer, folder, watch)
         if not settings.plain:
             run.hear(_figures(engine_of_model(model), run, meter))
             run.predict(engine_of_model(model), stats(model))
@@ -234,7 +229,7 @@ def build(settings: TrainSettings, task: Task, folder: Path) -> tuple[nn.Module,
     torch.manual_seed(settings.seed)
     rates: dict[str, Any] = {name: getattr(settings, name) for name in ("lr", "weight_decay", "max_norm")}
     if settings.dtype == "fp16":
-        rates["max_norm"] = None  # LossScaling clips the unscaled gradients
+        rates["max_norm"] = None  # the Trainer clips, behind the scaler
     model: Any
     optimizer: Any
     stored: dict[str, Any] = {} if settings.state_dtype == "fp32" else {"state_dtype": settings.state_dtype}
@@ -266,164 +261,11 @@ def build(settings: TrainSettings, task: Task, folder: Path) -> tuple[nn.Module,
     return model, optimizer
 
 
-def steps(
-    settings: TrainSettings,
-    task: Task,
-    model: nn.Module,
-    optimizer: Any,
-    meter: Meter,
-    recording: Recording,
-) -> Iterator[StepReport]:
-    """Train, and yield a report of each step."""
-    schedule = LambdaLR(optimizer, lambda step: learning_rate(step, settings.warmup, settings.steps))
-    scaling = LossScaling(settings.dtype, settings.device)
-    first = 0
-    if settings.durable:
-        tracked = {"scheduler": schedule, "loader": task.loader, **scaling.tracked}
-        first = _begin(model, optimizer, tracked, resuming=settings.resume)
-    micro = MicroBatches(task.batches(), settings.accumulate, settings.device)
-    if settings.accumulate > 1 and settings.checkpointing:
-        micro.share_a_fetch(model, optimizer)
-    ranks = ALONE if settings.plain else engine_of_model(model).ranks
-    tokens = settings.batch * settings.sequence * settings.accumulate * ranks.size
-    now = None if settings.plain else stats(model)
-    io = meter.io_nbytes(now)
-    recording.mark(time.perf_counter(), now, meter.rss_nbytes() - meter.baseline_nbytes)
-    for number in range(first + 1, settings.steps + 1):
-        began = time.perf_counter()
-        lr = optimizer.param_groups[0]["lr"]
-        loss = _accumulate(model, micro, recording, scaling)
-        with recording.phase("step"):
-            norm = scaling.step(model, optimizer, schedule, settings.max_norm)
-            optimizer.zero_grad()
-        value = ranks.totals([float(loss)], "mean loss")[0] / ranks.size
-        seconds = time.perf_counter() - began
-        before, now = now, None if settings.plain else stats(model)
-        io_before, io = io, meter.io_nbytes(now)
-        rss_nbytes = meter.rss_nbytes()
-        recording.mark(began + seconds, now, rss_nbytes - meter.baseline_nbytes)
-        report = StepReport(
-            step=number,
-            loss=value,
-            lr=lr,
-            grad_norm=norm,
-            seconds=seconds,
-            tokens_per_second=tokens / seconds,
-            nvme_read_nbytes=io[0] - io_before[0],
-            nvme_written_nbytes=io[1] - io_before[1],
-            rss_nbytes=rss_nbytes,
-            budget_held_nbytes=0 if now is None else now.budget_held_nbytes,
-            stall_s=0.0 if now is None or before is None else now.stall_s - before.stall_s,
-        )
-        if task.evaluation is not None and _evaluates(settings, number):
-            report = replace(report, eval_loss=evaluate(model, task.evaluation, settings.device, ranks))
-            now = None if settings.plain else stats(model)  # what evaluating moves is no step's
-            io = meter.io_nbytes(now)
-        yield report
-    if settings.durable:
-        commit(model)
-
-
-def _evaluates(settings: TrainSettings, step: int) -> bool:
-    return step == settings.steps or (settings.eval_every > 0 and step % settings.eval_every == 0)
-
-
-def evaluate(model: nn.Module, data: Sequences, device: str, ranks: Ranks) -> float:
-    """Return the mean loss per learned token of all sequences. Every rank calls this."""
-    total = tokens = 0.0
-    model.eval()
-    try:
-        with torch.no_grad():
-            for ids, labels in data.once():
-                learned = int((labels[:, 1:] != IGNORED).sum())
-                loss = model(input_ids=ids.to(device), labels=labels.to(device)).loss
-                if learned:
-                    total, tokens = total + float(loss) * learned, tokens + learned
-    finally:
-        model.train()
-    total, tokens = ranks.totals([total, tokens], "loss of the evaluation")
-    return total / tokens
-
-
-class MicroBatches:
-    """Draws the micro-batches of each step."""
-
-    def __init__(self, batches: Iterator[tuple[Tensor, Tensor]], steps: int, device: str) -> None:
-        """Draw `steps` of `batches`, ids and labels, for each step of the optimizer."""
-        self._batches, self.steps, self._device = batches, steps, device
-        self._left, self._shared = 0, False
-
-    def share_a_fetch(self, model: nn.Module, optimizer: Any) -> None:
-        """Let one fetch of the weights serve all micro-batches of a step, where the model allows it."""
-        from infinity.huggingface import accumulate_by_block
-
-        try:
-            accumulate_by_block(model, optimizer, lambda: self._left == 0)
-        except UnsupportedError as error:
-            if getattr(optimizer, "update", None) == "backward":
-                raise ConfigError(f"--accumulate {self.steps} with --update backward: {error}") from None
-            logger.warning("--accumulate %d: %s", self.steps, error)
-        else:
-            self._shared = True
-
-    def losses(self, model: nn.Module) -> Iterator[Tensor]:
-        """Yield the losses of a step's micro-batches, whose sum is the step's: the mean over all tokens where
-        they share a fetch, else the mean of their means.
-        """
-        drawn = [next(self._batches) for _ in range(self.steps)]
-        learned = sum(int((labels[:, 1:] != IGNORED).sum()) for _, labels in drawn)
-        for number, (ids, labels) in enumerate(drawn):
-            self._left = self.steps - 1 - number
-            batch = {"input_ids": ids.to(self._device), "labels": labels.to(self._device)}
-            if self._shared:
-                yield model(**batch, num_items_in_batch=learned).loss
-            else:
-                yield model(**batch).loss / self.steps
-
-
-def _accumulate(model: nn.Module, micro: MicroBatches, recording: Recording, scaling: LossScaling) -> Tensor:
-    """Run forward and backward for the micro-batches of one step; return its loss."""
-    losses = []
-    forwards = micro.losses(model)
-    for _ in range(micro.steps):
-        with recording.phase("forward"):
-            loss = next(forwards)
-        with recording.phase("backward"):
-            scaling.scaled(loss).backward()
-        losses.append(loss.detach())
-    return torch.stack(losses).sum()
-
-
 # Durable runs
 
 
-def _begin(
-    model: nn.Module,
-    optimizer: OffloadedOptimizer,
-    tracked: Mapping[str, Any],
-    *,
-    resuming: bool,
-) -> int:
-    """Begin a durable run, or continue the one in its folder; return the number of steps that are done.
-
-    tracked: as `optimizer.track` takes it. resuming: whether to continue a run; if there is none, a new one
-    begins, so that the same command serves for every start.
-
-    Raises: ConfigError where there is a run, without `resuming`.
-    """
-    durable = durable_of(model)
-    if durable.found and not resuming:
-        path, step = durable.folders[0].path, durable.found[0].step
-        raise ConfigError(
-            f"--durable: {path} holds a run committed at step {step}. Continue it with --resume, or name "
-            "another folder with --nvme."
-        )
-    optimizer.track(**tracked)
-    return resume(model, optimizer)
-
-
 def _start_of(model: nn.Module, steps: int) -> str:
-    """Return a line that says where a resuming `_begin` starts, of `steps` in all; call it before that."""
+    """Return a line that says where a run that is resumed starts, of `steps` in all; call it before that."""
     durable = durable_of(model)
     path = durable.folders[0].path
     if done := _done(model):
@@ -434,8 +276,9 @@ def _start_of(model: nn.Module, steps: int) -> str:
 
 def _done(model: nn.Module) -> int:
     """Return the steps that the durable run in the model's folder has committed."""
-    found = durable_of(model).found
-    return found[0].step if found else 0
+    from infinity.huggingface.durable_training import steps_done
+
+    return steps_done(durable_of(model))
 
 
 def _save(settings: TrainSettings, console: Console, task: Task, model: nn.Module, *, complete: bool) -> None:
@@ -482,46 +325,6 @@ def _stopped(settings: TrainSettings, run: Run, begun: int) -> str:
     if settings.durable:
         lines.append("the same command with --resume goes on from the last committed step")
     return "\n".join(lines)
-
-
-# fp16
-
-
-class LossScaling:
-    """torch's GradScaler around backward and step, for a model that computes in fp16; for others nothing."""
-
-    def __init__(self, dtype: str, device: str) -> None:
-        """dtype: the compute type, as in Config."""
-        self._scaler = torch.amp.GradScaler(torch.device(device).type, enabled=dtype == "fp16")
-
-    @property
-    def tracked(self) -> Mapping[str, Stateful]:
-        """The state that a durable run commits with each step."""
-        return {"scaler": self._scaler} if self._scaler.is_enabled() else {}
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss times the scale."""
-        scaled: Tensor = self._scaler.scale(loss)
-        return scaled
-
-    def step(
-        self, model: nn.Module, optimizer: Any, schedule: LRScheduler, max_norm: float | None
-    ) -> float | None:
-        """Step the optimizer and its schedule, unless gradients overflowed; return their norm, if known."""
-        if not self._scaler.is_enabled():
-            optimizer.step()
-            schedule.step()
-            return getattr(optimizer, "grad_norm", None)
-        self._scaler.unscale_(optimizer)
-        norm = None
-        if max_norm is not None:
-            norm = float(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
-        scale = self._scaler.get_scale()
-        self._scaler.step(optimizer)
-        self._scaler.update()
-        if self._scaler.get_scale() >= scale:
-            schedule.step()
-        return norm if norm is not None and math.isfinite(norm) else None
 
 
 # What is shown

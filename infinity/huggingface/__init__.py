@@ -1,6 +1,7 @@
 """Support for Hugging Face's Trainer and Accelerate."""
 
 from infinity.huggingface.accumulation import accumulate_by_block
+from infinity.huggingface.durable_training import train_durably
 from infinity.huggingface.trainer import TrainerCallback
 
-__all__ = ["TrainerCallback", "accumulate_by_block"]
+__all__ = ["TrainerCallback", "accumulate_by_block", "train_durably"]

@@ -24,6 +24,7 @@ from infinity.checkpoint.save_load import load, read_manifest, save
 from infinity.engine.engine import engine_of, engine_of_model
 from infinity.engine.stats import Stats, stats
 from infinity.errors import UnsupportedError
+from infinity.huggingface import durable_training
 from infinity.huggingface.accumulation import HeldBatches, accelerate_steps, release
 from infinity.huggingface.running_trainer import running_trainer
 from infinity.huggingface.trainer_setup import FOLDER, check_output, save_streamed, saving, settle_in
@@ -53,6 +54,9 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
     infinity.huggingface.accumulate_by_block. Not for a Trainer whose compute_loss uses the logits, as TRL's
     SFTTrainer does (an UnsupportedError), or weights the losses of micro-batches one by one. After an error
     in `train` the next forward outside of it finds the model as it was.
+
+    A durable run (Config(durable=...)) begins, or goes on, with train_durably. AdamW(update="backward"), and
+    AdamW(max_norm=...), which then clips, need TrainingArguments(max_grad_norm=0).
 
     Adds to the logs infinity_nvme_read_gb, infinity_nvme_written_gb, infinity_stall_s and infinity_misses
     since the previous log, and the current infinity_host_gb.
@@ -108,7 +112,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         settle_in(kwargs["model"], args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check the optimizer; load masters and moments where a training resumes."""
+        """Check the optimizer; load masters and moments where a training resumes, a durable one too."""
         model = kwargs["model"]
         save_streamed(model)  # model_init may have just built it
         check_output(model, args, state.global_step)
@@ -123,17 +127,20 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
                 "TrainingArguments(fp16=True): Accelerate makes no GradScaler on a CPU, but the loss of "
                 'fp16 weights has to be scaled; train on a GPU, or with Init(dtype="bf16")'
             )
-        if optimizer.update == "backward":
+        if optimizer.update == "backward" and args.max_grad_norm > 0:
             raise UnsupportedError(
-                'AdamW(update="backward") keeps no gradients, but the Trainer needs their norm at every '
-                'step; use update="forward"'
+                'AdamW(update="backward") keeps no gradients, but TrainingArguments max_grad_norm='
+                f'{args.max_grad_norm} needs their norm; set max_grad_norm=0, or use update="forward"'
             )
         if optimizer.max_norm is not None and args.max_grad_norm > 0:
             raise UnsupportedError(
                 f"AdamW has max_norm={optimizer.max_norm}, TrainingArguments max_grad_norm="
-                f"{args.max_grad_norm}; leave max_norm out"
+                f"{args.max_grad_norm}; leave max_norm out, or set max_grad_norm=0"
             )
-        if state.global_step > 0:
+        if args.max_grad_norm <= 0:
+            _leave_norms_out(optimizer)
+        restored = _begin_durably(kwargs["optimizer"], kwargs["lr_scheduler"], model, state)
+        if state.global_step > 0 and not restored:
             self._resume(model, optimizer, args, state)
         self._accumulate(model, kwargs["optimizer"], args)
 
@@ -168,9 +175,11 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         now = stats(kwargs["model"])
         figures = _figures(now, now.since(self._seen))
         self._seen = now
-        logs.update(figures)
-        if state.log_history:
-            state.log_history[-1].update(figures)
+        norm = getattr(getattr(kwargs["optimizer"], "optimizer", None), "grad_norm", None)
+        if "loss" in logs and norm is not None:
+            figures["grad_norm"] = norm
+        for one in (logs, *state.log_history[-1:]):
+            one.update(figures)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the optimizer's full state_dict, and the model's forward."""
@@ -255,6 +264,26 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
             "Either the checkpoint was moved, or saving was interrupted: move it back, set "
             "TrainingArguments(resume_from_checkpoint=...) to its new place, or resume from an earlier one"
         )
+
+
+def _begin_durably(optimizer: Any, scheduler: Any, model: nn.Module, state: Any) -> bool:
+    """Begin a durable run, if the model is one's and it has not begun; return whether it was restored."""
+    durable = engine_of_model(model).durable
+    if durable is None or durable.source is not None:
+        return False
+    found, scaler = bool(durable.found), getattr(optimizer, "scaler", None)
+    durable_training.begin(model, _optimizer(optimizer), scheduler, state, scaler)
+    return found
+
+
+def _leave_norms_out(optimizer: OffloadedOptimizer) -> None:
+    """Keep the Trainer, which since transformers 5 asks for a norm also where it clips nothing, from doing so
+    where there is none, or the optimizer knows it.
+    """
+    trainer = running_trainer()
+    if trainer is not None and (optimizer.update == "backward" or optimizer.max_norm is not None):
+        accelerator: Any = trainer.accelerator
+        accelerator.clip_grad_norm_ = lambda *_, **__: None
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

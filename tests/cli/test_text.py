@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from infinity.cli.text import Sampler, Text, TextError, default_text
+from infinity.cli.text import Text, TextError, Windows, default_text
 
 
 def batches(text, count=3, **settings):
-    return list(itertools.islice(Sampler(text, **{"batch": 2, "sequence": 8, "seed": 1, **settings}), count))
+    windows = Windows(text, **{"sequence": 8, "seed": 1, "count": 2 * count, **settings})
+    return [batch["input_ids"] for batch in DataLoader(windows, 2)]
 
 
 def write(folder: Path, **files: bytes) -> str:
@@ -63,6 +65,18 @@ def test_the_same_seed_draws_the_same_windows_and_another_others(tmp_path):
     first, again, other = batches(text), batches(text), batches(text, seed=2)
     assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
     assert not all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+
+
+def test_a_window_depends_on_its_number_alone_so_that_a_longer_run_begins_alike(tmp_path):
+    text = Text(write(tmp_path, a=bytes(range(1, 256)) * 99))
+    short, long = (Windows(text, sequence=8, seed=1, count=count) for count in (5000, 9000))
+    numbers = [4999, 0, 4096, 17]
+    assert [long[one]["labels"].tolist() for one in numbers] == [
+        short[one]["labels"].tolist() for one in numbers
+    ]
+    assert len({tuple(long[one]["input_ids"].tolist()) for one in (*numbers, 8192)}) == 5
+    with pytest.raises(IndexError):
+        short[5000]
 
 
 def test_a_batch_is_token_ids_found_in_the_text(tmp_path):

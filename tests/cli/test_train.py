@@ -20,9 +20,10 @@ from infinity.cli import task
 from infinity.cli import train as module
 from infinity.cli.interrupted import Interrupted
 from infinity.cli.presets import PRESETS, Preset, llama, recompute_blocks
+from infinity.cli.schedule import learning_rate
 from infinity.cli.settings import TrainSettings
 from infinity.cli.text import default_text
-from infinity.cli.train import disk_speed, learning_rate, train
+from infinity.cli.train import disk_speed, train
 from infinity.storage.disk_speed import DiskSpeed
 
 pytestmark = pytest.mark.disk
@@ -136,6 +137,31 @@ def test_where_fp16_overflows_neither_weights_nor_rates_move_and_the_scale_falls
     assert [one["grad_norm"] is None for one in log] == [True, False, False, False]
     assert log[1]["lr"] == log[0]["lr"] < log[2]["lr"]
     assert log[3]["loss"] < log[1]["loss"]
+
+
+def test_a_run_goes_on_behind_a_step_that_overflowed_with_the_numbers_and_the_data_of_its_steps(
+    folder, monkeypatch, one_thread
+):
+    scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**40, backoff_factor=2.0**-26)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+    places = {name: [str(folder / name)] for name in ("at once", "in parts")}
+    for (place,) in places.values():
+        Path(place).mkdir()
+    options = {"dtype": "fp16", "max_norm": 0.5, "host_memory": "1MiB", "durable": 1}
+    whole = run(folder, "whole", nvme=places["at once"], **options)
+
+    def stop(log, step):
+        write(log, step)
+        if step.step == 3:
+            raise Interrupted(signal.SIGTERM)
+
+    write = module.StepLog.write
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(module.StepLog, "write", stop)
+        run(folder, "first", nvme=places["in parts"], **options)
+    rest = run(folder, "second", nvme=places["in parts"], resume=True, **options)
+    assert whole[0]["grad_norm"] is None
+    assert [(one["step"], one["loss"]) for one in rest] == [(one["step"], one["loss"]) for one in whole[2:]]
 
 
 @pytest.mark.slow

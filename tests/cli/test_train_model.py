@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,8 @@ import torch
 import models
 import quantised
 from infinity import __main__ as cli
+from infinity.cli import report
+from infinity.cli.data import IGNORED, packed
 from places import ROOT
 from words import SPECIAL, TEMPLATE, tokenizer
 
@@ -129,7 +130,7 @@ def test_a_configuration_without_weights_starts_fresh_and_gpt2_is_a_model_as_wel
     transformers.GPT2Config(**models.GPT2).save_pretrained(tmp_path / "gpt2")
     tokenizer().save_pretrained(tmp_path / "words")
     options = ["--model", tmp_path / "gpt2" / "config.json", "--tokenizer", tmp_path / "words"]
-    log = train(folder / "run", *options, "--data", lines, "--lr", "1e-3")
+    log = train(folder / "run", *options, "--data", lines, "--lr", "1e-3", "--batch", "11")
     assert losses(log)[0] == pytest.approx(4.16, abs=0.4), "log(64): nothing was learned before"
     assert losses(log)[-1] < losses(log)[0]
 
@@ -181,8 +182,6 @@ def test_lora_learns_beside_fp8_weights_which_cannot_be_trained_themselves(folde
     ],
 )
 def test_of_each_kind_of_row_the_expected_tokens_are_learned(tmp_path, template, row, learned):
-    from infinity.cli.data import IGNORED, packed
-
     words = tokenizer(template)
     rows, _ = packed([str(written(tmp_path / "rows.jsonl", row))], words, 16, "--data")
     (labels,) = rows["labels"]
@@ -190,8 +189,6 @@ def test_of_each_kind_of_row_the_expected_tokens_are_learned(tmp_path, template,
 
 
 def test_packing_keeps_every_token_in_its_order_and_parquet_is_read_like_json_lines(tmp_path):
-    from infinity.cli.data import IGNORED, packed
-
     words, texts = tokenizer(), [{"text": "the cat sat " * count} for count in range(1, 9)]
     as_json, _ = packed([str(written(tmp_path / "rows.jsonl", *texts))], words, 10, "--data")
     datasets.Dataset.from_list(texts).to_parquet(tmp_path / "rows.parquet")
@@ -203,30 +200,60 @@ def test_packing_keeps_every_token_in_its_order_and_parquet_is_read_like_json_li
     assert {len(row) for row in as_json["input_ids"]} == {10}
 
 
-def test_an_epoch_has_every_sequence_once_however_ranks_divide_it_and_continues_anywhere():
-    from infinity.cli.data import Sequences
+def test_a_run_that_was_stopped_goes_on_in_the_same_order_of_the_data(folder, base, lines, monkeypatch):
+    """Eleven sequences, four a step: it is stopped in the second epoch, and ends in the third."""
+    options = [
+        "--model",
+        base,
+        "--data",
+        lines,
+        "--durable",
+        "--accumulate",
+        "2",
+        "--batch",
+        "2",
+        "--steps",
+        "7",
+    ]
+    for name in ("whole", "stopped"):
+        (folder / name).mkdir()
+    whole = train(folder / "whole" / "run", *options, "--nvme", folder / "whole")
 
-    rows = datasets.Dataset.from_dict(
-        {"input_ids": [[n] for n in range(12)], "labels": [[n] for n in range(12)]}
-    )
+    def stop(log, step):
+        write(log, step)
+        if step.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    def drawn(stream: Sequences, batches: int) -> list[list[int]]:
-        source = iter(stream)
-        return [next(source)[0].flatten().tolist() for _ in range(batches)]
+    write = report.StepLog.write
+    options += ["--nvme", folder / "stopped"]
+    with monkeypatch.context() as patch:
+        patch.setattr(report.StepLog, "write", stop)
+        typed = [*RECIPE, *options, "--out", folder / "stopped" / "first"]
+        assert cli.main(["train", *map(str, typed)]) == 128 + signal.SIGTERM
+    again = train(folder / "stopped" / "second", *options, "--resume")
+    assert again[0]["step"] in (4, 5)
+    assert losses(again) == losses(whole)[again[0]["step"] - 1 :]
+    assert len(set(losses(whole))) == 7
 
-    alone = drawn(Sequences(rows, batch=4, seed=3), 6)
-    assert sorted(chain(*alone[:3])) == sorted(chain(*alone[3:])) == list(range(12))
-    assert alone[:3] != alone[3:]
-    ranks = [drawn(Sequences(rows, batch=2, seed=3, rank=rank, ranks=2), 6) for rank in (0, 1)]
-    assert [one + other for one, other in zip(*ranks, strict=True)] == alone
-    first, second = (Sequences(rows, batch=4, seed=3) for _ in range(2))
-    drawn(first, 2)
-    second.load_state_dict(first.state_dict())
-    assert drawn(second, 4) == alone[2:]
-    once = [list(Sequences(rows, batch=5, seed=0, rank=rank, ranks=2).once()) for rank in (0, 1)]
-    counted = [int(one) for each in once for _, labels in each for one in labels.flatten() if one >= 0]
-    assert sorted(counted) == list(range(12))
-    assert len(once[0]) == len(once[1])
+
+def test_an_evaluation_is_the_mean_over_the_tokens_that_are_learned(folder, base, lines):
+    chat = CHAT["messages"]
+    rows = [
+        {"messages": [*chat, *[{"role": "user", "content": "a dog ran " * n}], chat[1]]} for n in range(9)
+    ]
+    tokenizer(MARKED).save_pretrained(base)
+    held = written(folder / "held.jsonl", *rows)
+    options = ["--model", base, "--data", lines, "--eval-data", held, "--batch", "4", "--dtype", "fp32"]
+    log = train(folder / "run", *options, "--steps", "1", "--lr", "0")
+    packed_rows, _ = packed([str(held)], tokenizer(MARKED), 16, "--eval-data")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    total = 0.0
+    for ids, labels, learned in zip(*(packed_rows[name] for name in packed_rows.column_names), strict=True):
+        with torch.no_grad():
+            total += float(plain(torch.tensor([ids]), labels=torch.tensor([labels])).loss) * learned
+    assert len(set(packed_rows["learned"])) > 2
+    assert len(packed_rows) % 4 > 0
+    assert log[0]["eval_loss"] == pytest.approx(total / sum(packed_rows["learned"]), rel=1e-5)
 
 
 def test_options_come_from_a_file_and_the_command_line_wins(folder, base, lines):

@@ -447,7 +447,10 @@ def test_data_parallel_and_other_optimizers_are_refused(folder, monkeypatch):
     monkeypatch.undo()
     for kwargs, says in (
         ({"optimizer_cls_and_kwargs": (infinity.AdamW, {"max_norm": 1.0})}, "leave max_norm out"),
-        ({"optimizer_cls_and_kwargs": (infinity.AdamW, {"update": "backward"})}, 'use update="forward"'),
+        (
+            {"optimizer_cls_and_kwargs": (infinity.AdamW, {"update": "backward"})},
+            "max_grad_norm=1.0 needs their norm; set max_grad_norm=0",
+        ),
         ({}, r"torch\.optim.* cannot step .*For the Trainer: optimizer_cls_and_kwargs=\(infinity\.AdamW, {"),
     ):
         args = transformers.TrainingArguments(
@@ -460,3 +463,18 @@ def test_data_parallel_and_other_optimizers_are_refused(folder, monkeypatch):
             trainer.train()
     with pytest.raises(ValueError, match="no parameter built inside"):
         transformers.Trainer(build("gpt2"), args, callbacks=[infinity.huggingface.TrainerCallback()])
+
+
+@pytest.mark.parametrize(("how", "norm"), [({"update": "backward"}, 0.0), ({"max_norm": 0.5}, 0.5)])
+def test_where_the_trainer_clips_nothing_the_optimizer_clips_or_updates_in_the_backward(folder, how, norm):
+    """Held against a Trainer that clips itself, or clips nothing."""
+    trained = []
+    for max_grad_norm, options in ((norm, {}), (0.0, how)):
+        trainer = trainer_of(build("llama", folder), folder, max_grad_norm=max_grad_norm, max_steps=3)
+        trainer.optimizer_cls_and_kwargs = (infinity.AdamW, {**ADAM, **options})
+        torch.manual_seed(7)
+        trainer.train()
+        trained.append(logged(trainer, "loss", "grad_norm"))
+    assert [row[0] for row in trained[1]] == [row[0] for row in trained[0]]
+    norms = [None] * 3 if "update" in how else pytest.approx([row[1] for row in trained[0]], rel=1e-6)
+    assert [row[1] for row in trained[1]] == norms

@@ -308,3 +308,48 @@ def test_a_folder_without_network_is_set_up_up_to_the_device(tmp_path):
     code = "import infinity.bench.device.stages as one; print(one.__file__)"
     found = subprocess.check_output([python, "-c", code], cwd=tmp_path.parent, text=True)
     assert found.startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("remote", "page"),
+    [
+        ("https://example.org/team/infinity.git", "https://example.org/team/infinity"),
+        ("https://user:token@example.org/team/infinity/", "https://example.org/team/infinity"),
+        ("http://git.example.org/infinity", "https://git.example.org/infinity"),
+        ("git@example.org:team/infinity.git", "https://example.org/team/infinity"),
+        ("ssh://git@example.org:2222/team/infinity.git", "https://example.org/team/infinity"),
+        ("/srv/git/infinity.git", None),
+        ("../infinity", None),
+        ("file:///srv/git.d/infinity", None),
+        ("https://localhost/infinity", None),
+        ("https://127.0.0.1:8080/infinity", None),
+        ("git@server:infinity.git", None),
+        ("https://example.org/", None),
+        ("", None),
+    ],
+)
+def test_the_project_has_the_page_of_a_public_remote_without_what_was_secret_in_its_address(remote, page):
+    assert load("setup").page(remote) == page
+
+
+def test_the_urls_are_those_of_the_remote_or_of_the_sdist_and_without_one_that_is_said(
+    tmp_path, monkeypatch, capsys
+):
+    setup = load("setup")
+    monkeypatch.setattr(setup, "ROOT", tmp_path)
+    assert setup.urls() == {}
+    assert capsys.readouterr().out.startswith("no project URLs: ")
+    (tmp_path / ".git").mkdir()
+    program(
+        tmp_path / "bin",
+        "git",
+        '[ "$*" = "remote get-url origin" ] && echo git@example.org:team/infinity.git',
+    )
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    found = setup.urls()
+    assert found["Repository"] == "https://example.org/team/infinity"
+    assert set(found) == {"Repository", "Documentation", "Changelog", "Issues"}
+    for address in (found["Documentation"], found["Changelog"]):
+        assert (ROOT / address.partition("/HEAD/")[2]).exists()
+    (tmp_path / "PKG-INFO").write_text("Metadata-Version: 2.4\nProject-URL: Issues, https://example.org/i\n")
+    assert setup.urls() == {"Issues": "https://example.org/i"}

@@ -133,6 +133,7 @@ def test_what_pip_shows_has_every_extra_and_the_readme(wheel: Path) -> None:
     user = {"bench", "caches", "completion", "finetune", "hf", "notebook", "train"}
     assert extras == user | {"docs", "lint", "test"}
     assert "# Infinity" in shown
+    assert "Project-URL" not in shown, "a copy of the checkout has no remote"
 
 
 def test_the_command_is_installed(stranger: Path, tmp_path: Path) -> None:
