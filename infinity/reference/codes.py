@@ -2,11 +2,11 @@
 256, and what ranks make of them, in one process. [Note: coded blocks] in kernels.h has the same rules, and
 the kernels give the same bits. After ZeRO++ (Wang et al., arXiv 2306.10209): qwZ and qgZ.
 
-[Note: what is coded at once]
-Each rank's share of a unit is coded by itself, its blocks counted from its first element: so the bits do not
-depend on which units go in one collective. A rank's own share is coded as those that it sends: all ranks
-compute with the same weights, and a sum does not depend on who makes it. Of several machines, the sums of
-each are made first, in fp32, and coded, unrounded, for the second hop.
+[Note: what is coded]
+Each parameter's values, and its gradient's, are coded by themselves, their blocks counted from the first
+element: so weights do not depend on the number of ranks, nor on what goes together. A rank's own part is
+coded as what it sends: all ranks compute with the same weights, and a sum does not depend on who makes it. Of
+several machines, the sums of each are made first, in fp32, and coded, unrounded, for the second hop.
 """
 
 from collections.abc import Sequence
@@ -39,24 +39,18 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def as_sent(values: Tensor, bits: int) -> Tensor:
-    """Return, in fp32, what comes of values that are coded."""
-    return decode(*encode(values, bits))
+    """Return, in fp32 and their shape, what comes of values that are coded."""
+    return decode(*encode(values.flatten(), bits)).view(values.shape)
 
 
-def gathered(whole: Tensor, ranks: int) -> Tensor:
-    """Return the values of a unit, cut evenly over `ranks`, that all of them compute with: int8."""
-    return torch.cat([as_sent(share, 8).to(whole.dtype) for share in whole.chunk(ranks)])
-
-
-def mean_of(rows: Sequence[Tensor], bits: int, machines: int = 1) -> Tensor:
-    """Return the mean over ranks of a share of their gradients: all of a type, which the mean has too."""
-    near, sums = len(rows) // machines, []
-    for first in range(0, len(rows), near):
-        came = [as_sent(row, bits) for row in rows[first : first + near]]
-        sums.append(_sum(came))
-    if machines > 1:
-        sums = [as_sent(one, bits) for one in sums]
-    total = _sum(sums)
+def mean_over_ranks(rows: Sequence[Tensor], bits: int, machines: int = 1) -> Tensor:
+    """Return the mean over all ranks of a parameter's gradients, of the same type; of so many machines, which
+    the ranks fill one after the other.
+    """
+    near = len(rows) // machines
+    came = [as_sent(row, bits) for row in rows]
+    sums = [_sum(came[first : first + near]) for first in range(0, len(rows), near)]
+    total = _sum([as_sent(one, bits) for one in sums]) if machines > 1 else sums[0]
     return (total / torch.full_like(total, float(len(rows)))).to(rows[0].dtype)
 
 
