@@ -2,8 +2,8 @@
 
     coded_run.py FOLDER CASE [CASE ...]  # launched by launches.forked
 
-Rank R writes FOLDER/R.json. The reference is one process that has the whole model, takes every rank's batch in
-turn, and codes weights and gradients with infinity.reference.codes.
+Rank R writes FOLDER/R.json. The reference is one process that has the whole model, takes every rank's batch
+in turn, and codes weights and gradients with infinity.reference.codes.
 """
 
 import json
@@ -18,6 +18,7 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import infinity
 import models
@@ -25,6 +26,8 @@ import parity
 from infinity.engine.engine import engine_of_model
 from infinity.ranks.machines import LOCAL_SIZE
 from infinity.reference import ReferenceAdamW, codes, prepare
+from mesh_run import VOCABULARY, MeshModel, local, parallel
+from ranks_chosen import Chooser
 
 WIDE = {**models.SIZES, "vocab_size": 301, "hidden_size": 96, "intermediate_size": 168}
 BITS = {None: 0, "int8": 8, "int4": 4}
@@ -45,6 +48,8 @@ class Layers(nn.Module):
 
 def loss_of(model, seed):
     """Return the loss of one rank's batch."""
+    if isinstance(model, Chooser):
+        return model(torch.randint(64, (3,), generator=torch.Generator().manual_seed(seed)))
     if not isinstance(model, Layers):
         ids = models.batch(seed)
         return model(input_ids=ids, labels=ids).loss
@@ -55,6 +60,9 @@ def loss_of(model, seed):
 
 MODELS = {
     "layers": Layers,
+    "chosen": Chooser,
+    "chosen, checkpointed": partial(Chooser, checkpointed=True),
+    "routed": partial(models.of_experts, "mixtral", "eager"),
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**WIDE)),
     "gpt2": models.MODELS["gpt2"],
     "mixtral": lambda: transformers.MixtralForCausalLM(
@@ -82,7 +90,7 @@ def in_one_process(name, weights, gradients, *, steps, micro=1, frozen=None, **o
             for rank in range(ranks):
                 loss = loss_of(model, 1000 * rank + 10 * step + number)
                 loss.backward()
-                rows.append([one.grad if one.grad is not None else torch.zeros_like(one) for one in trained])
+                rows.append([one.grad for one in trained])
                 losses += [loss.item()] if rank == dist.get_rank() else []
                 model.zero_grad()
             means.append(
@@ -91,10 +99,10 @@ def in_one_process(name, weights, gradients, *, steps, micro=1, frozen=None, **o
         for one, data in zip(model.parameters(), exact, strict=True):
             one.data = data
         for one, *of_one in zip(trained, *means, strict=True):
-            for grad in of_one:
-                one.grad = grad if one.grad is None else one.grad
-                if grad is not of_one[0]:
-                    accumulate(one, grad)
+            given = [grad for grad in of_one if grad is not None]
+            one.grad = given[0] if given else None
+            for grad in given[1:]:
+                accumulate(one, grad)
         optimizer.step()
         optimizer.zero_grad()
     return losses, model.state_dict()
@@ -107,20 +115,27 @@ def accumulate(parameter, grad):
 
 
 def mean(rows, bits, machines):
+    """Return the mean of the gradients of all ranks, some of which may have none; None where none has."""
+    some = next((row for row in rows if row is not None), None)
+    if some is None:
+        return None
+    rows = [torch.zeros_like(some) if row is None else row for row in rows]
     if bits:
         return codes.mean_over_ranks(rows, bits, machines)
-    near, sums = len(rows) // machines, []
-    for first in range(0, len(rows), near):
-        sums.append(sum(rows[first + 1 : first + near], rows[first].float()))
+    near = len(rows) // machines
+    firsts = range(0, len(rows), near)
+    sums = [sum(rows[first + 1 : first + near], rows[first].float()) for first in firsts]
     if machines > 1:
         sums = [one.to(rows[0].dtype) for one in sums]
     return (sum(sums[1:], sums[0].float()) / len(rows)).to(rows[0].dtype)
 
 
-def build(name, frozen=None, **fields):
+def build(name, frozen=None, checkpoint=None, **fields):
     torch.manual_seed(0)
     with infinity.Init(**{"host_memory": "64MiB", **fields}):
         model = MODELS[name]()
+    if checkpoint is not None:
+        models.checkpointed(model, checkpoint == "reentrant")
     for key, one in model.named_parameters():
         one.requires_grad_(frozen is None or frozen not in key)
     return model
@@ -248,10 +263,45 @@ def hops():
     return {"moved": moved}
 
 
-def mesh(**fields):
-    """Train a model whose layers ranks of a column have the same of, on a mesh of data and copies."""
-    whole = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
-    return {"different": [], "mesh": str(whole), **fields}
+def on_mesh(**fields):
+    """Train a tensor-parallel model on a mesh, and return its losses, and the weights that this rank has."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    with infinity.Init(host_memory="64MiB", mesh=mesh, data="dp", **fields):
+        model = parallel(MeshModel(), mesh["tp"], replicated=True)
+    optimizer, losses = infinity.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(3):
+        drawn = torch.Generator().manual_seed(step + 1000 * mesh["dp"].get_local_rank())
+        ids = torch.randint(VOCABULARY, (2, 7), generator=drawn)
+        loss = nn.functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    copies = {key: local(one) for key, one in model.state_dict().items() if not is_sharded(one)}
+    rows = {key: [torch.empty_like(one) for _ in range(mesh["tp"].size())] for key, one in copies.items()}
+    for key, one in copies.items():
+        dist.all_gather(rows[key], one, group=mesh["tp"].get_group())
+    different = [
+        key for key, of_key in rows.items() if not all(torch.equal(of_key[0], one) for one in of_key)
+    ]
+    return losses, different, len(copies)
+
+
+def is_sharded(one):
+    return isinstance(one, DTensor) and not all(place.is_replicate() for place in one.placements)
+
+
+def mesh():
+    """Train on a mesh, with codes and without: return what ranks have different copies of, and losses."""
+    losses, different, copies = on_mesh(**BOTH)
+    again, _, _ = on_mesh(**BOTH)
+    plain, _, _ = on_mesh()
+    return {
+        "different": different + [one for one, two in zip(losses, again, strict=True) if one != two],
+        "copies": copies,
+        "apart": max(abs(one / two - 1) for one, two in zip(losses, plain, strict=True)),
+        "same": losses == plain,
+    }
 
 
 NVME = {"nvme": os.environ.get("RANKS_DISK"), "host_memory": int(os.environ["WORLD_SIZE"]) << 20}
@@ -272,6 +322,15 @@ CASES = {
     "frozen": lambda: compare("llama", frozen="mlp", **BOTH),
     "blocks": lambda: compare("llama", units="block", **BOTH),
     "mixtral": lambda: compare("mixtral", **BOTH),
+    "chosen": lambda: compare("chosen", **BOTH),
+    "chosen, checkpointed": lambda: compare("chosen, checkpointed", **BOTH),
+    "chosen, nvme": lambda: compare("chosen", **BOTH, **NVME),
+    "routed": lambda: compare("routed", **BOTH),
+    "routed, nvme": lambda: compare("routed", **BOTH, **NVME),
+    "experts divided": lambda: again("routed", expert_parallel=2, **BOTH),
+    "checkpointed": lambda: compare("llama", checkpoint="not", **BOTH, **BACKWARD),
+    "reentrant": lambda: compare("llama", checkpoint="reentrant", **BOTH),
+    "mesh": mesh,
     "stage 2": lambda: compare("llama", stage=2, quantized_gradients="int8"),
     "overflow": overflows,
     "overflow, int4": lambda: overflows(quantized_gradients="int4"),
