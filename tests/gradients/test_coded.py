@@ -140,9 +140,11 @@ def gathering(unit, share):
     return CodedGathering([one], LANE, CpuDevice(), share, Coding(8)), aside
 
 
-def sent_by(unit, share):
-    """Return the bytes that a rank sends of a unit."""
+def sent_by(unit, share, before=0):
+    """Return the bytes that a rank sends of a unit, from memory that was full of `before`."""
     kept = []
+    nbytes = Coding(8).share_nbytes(unit.record.shard.numel)
+    share.buffers.take(nbytes, torch.uint8).fill_(before)
     channel = types.SimpleNamespace(
         ranks=types.SimpleNamespace(size=2),
         gather_beside_numel=lambda _: 0,
@@ -157,7 +159,8 @@ def test_all_ranks_have_what_comes_of_coded_weights_whatever_pads_them_and_the_s
     share = OutgoingShare(CpuDevice(), Timeline())
     share.open(1 << 20)
     sent = [sent_by(Unit(number), share) for number in range(2)]
-    assert all(torch.equal(one, sent_by(Unit(number, 1e30), share)) for number, one in enumerate(sent))
+    for number, one in enumerate(sent):
+        assert torch.equal(one, sent_by(Unit(number, 1e30), share, before=77))
     unit = Unit(rank)
     exact, share_of_rank = unit.values(), unit.part_of_rank.clone()
     job, aside = gathering(unit, share)

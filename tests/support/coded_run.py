@@ -203,6 +203,10 @@ def gathered():
     expected[3, 5] = 7.0
     if not torch.equal(seen[0], codes.as_sent(expected, 8).bfloat16()):
         wrong.append("what computes")
+    partition, units = engine_of_model(model).partition, engine_of_model(model).units
+    wrong += [
+        f"{unit.name} is fetched to where it computes" for unit in units if partition.target_of(unit) is unit
+    ]
     return {"different": wrong}
 
 
