@@ -7,7 +7,8 @@ import logging
 from infinity.config.settings import Config
 from infinity.device.device import Device
 from infinity.errors import ConfigError
-from infinity.gradients.coding import BITS, Coding
+from infinity.gradients.coding import Coding
+from infinity.planning.coded import BITS
 from infinity.ranks.group import Ranks
 
 logger = logging.getLogger("infinity")

@@ -18,12 +18,11 @@ from itertools import accumulate
 import torch
 
 from infinity import kernels
+from infinity.planning.coded import coded_nbytes, scales_nbytes
 from infinity.records.weights import KERNEL_DTYPE, NARROW
 
 _PIECE = 1 << 16
 """Elements that are decoded at once, of whole blocks."""
-BITS = {"int8": 8, "int4": 4}
-"""Of the types by which Config names them."""
 
 
 def _scratch() -> torch.Tensor:
@@ -38,7 +37,7 @@ class Coding:
 
     def share_nbytes(self, numel: int) -> int:
         """Return the bytes of a share of so many elements."""
-        return self._scales_nbytes(numel) + -(-numel * self.bits // 8)
+        return coded_nbytes(numel, self.bits)
 
     def row_nbytes(self, numels: Sequence[int]) -> int:
         """Return the bytes of a row of shares of so many elements."""
@@ -48,22 +47,18 @@ class Coding:
         """Return the byte of a row at which each of its shares begins."""
         return [0, *accumulate(map(self.share_nbytes, numels))][:-1]
 
-    @staticmethod
-    def _scales_nbytes(numel: int) -> int:
-        return 4 * -(-numel // kernels.CODE_BLOCK)
-
     def encode(self, values: torch.Tensor, numel: int, start: int, to: int) -> None:
         """Code elements, contiguous in host memory, of a share of `numel` at address `to`, from its element
         `start` on, where a block begins.
         """
-        codes = to + self._scales_nbytes(numel) + start * self.bits // 8
-        scales = to + self._scales_nbytes(start)
+        codes = to + scales_nbytes(numel) + start * self.bits // 8
+        scales = to + scales_nbytes(start)
         dtype = KERNEL_DTYPE[values.dtype]
         kernels.encode(values.numel(), values.data_ptr(), dtype, self.bits, codes, scales)
 
     def _decode_piece(self, came: int, numel: int, start: int, f32: torch.Tensor) -> None:
-        codes = came + self._scales_nbytes(numel) + start * self.bits // 8
-        scales = came + self._scales_nbytes(start)
+        codes = came + scales_nbytes(numel) + start * self.bits // 8
+        scales = came + scales_nbytes(start)
         kernels.decode(f32.numel(), self.bits, codes, scales, f32.data_ptr())
 
     def decode(self, came: int, numel: int, dtype: torch.dtype, to: int) -> None:

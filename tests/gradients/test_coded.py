@@ -7,12 +7,14 @@ import types
 import pytest
 import torch
 
+from infinity import kernels
 from infinity.device.device import CpuDevice
 from infinity.gradients.coded import CodedGathering, CodedReducing, ShareAside
 from infinity.gradients.coding import Coding
 from infinity.gradients.collectives import Assembly
 from infinity.gradients.gather_buckets import GatherBuckets
 from infinity.lane.outgoing import OutgoingShare
+from infinity.planning import coded
 from infinity.planning.layout import Holders, lay_out
 from infinity.planning.queue import Job
 from infinity.ranks.machines import RankGrid
@@ -92,9 +94,9 @@ def test_sums_of_machines_are_coded_unrounded_for_the_second_hop():
     sums = []
     for machine in (0, 2):
         total = codes.as_sent(grads[machine][1], 4) + codes.as_sent(grads[machine + 1][1], 4)
-        coded = torch.zeros(coding.share_nbytes(3000), dtype=torch.uint8)
-        coding.encode(total, 3000, 0, coded.data_ptr())
-        sums.append(coded)
+        of_sum = torch.zeros(coding.share_nbytes(3000), dtype=torch.uint8)
+        coding.encode(total, 3000, 0, of_sum.data_ptr())
+        sums.append(of_sum)
     job, (mean,), _ = reducing(grads[1].flatten(), [3000], 4, count=4)
     job.run(OfOthers(4, 1, [*near, torch.cat(sums)], machines=2))
     assert torch.equal(mean, codes.mean_over_ranks([grad[1] for grad in grads], 4, machines=2))
@@ -175,6 +177,12 @@ def test_all_ranks_have_what_comes_of_coded_weights_whatever_pads_them_and_the_s
     assert share.ledger.held_nbytes == aside.flat.nbytes
     del aside, job
     assert share.ledger.held_nbytes == 0
+
+
+def test_the_plan_counts_the_bytes_that_are_sent():
+    assert coded.CODE_BLOCK == kernels.CODE_BLOCK == codes.CODE_BLOCK
+    for kind, bits in coded.BITS.items():
+        assert coded.sent_nbytes(70_001, kind, 2) == Coding(bits).share_nbytes(70_001)
 
 
 def test_a_layer_in_fp32_is_sent_as_it_is():
