@@ -36,6 +36,8 @@ EVERY = [
     "checkpointed",
     "reentrant",
     "stage 2",
+    "stage 1",
+    "no_sync",
 ]
 """Cases that are compared with the reference."""
 

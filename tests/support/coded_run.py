@@ -9,7 +9,9 @@ in turn, and codes weights and gradients with infinity.reference.codes.
 import json
 import os
 import sys
+import time
 import traceback
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -72,8 +74,10 @@ MODELS = {
 }
 
 
-def in_one_process(name, weights, gradients, *, steps, micro=1, frozen=None, **options):
-    """Train with what ranks send coded as they code it; return the losses of this rank and the weights."""
+def in_one_process(name, weights, gradients, *, steps, micro=1, once=False, frozen=None, **options):
+    """Train with what ranks send coded as they code it; return the losses of this rank and the weights. once:
+    ranks sum their own gradients of a step first.
+    """
     torch.manual_seed(0)
     model, ranks = prepare(MODELS[name]()), dist.get_world_size()
     machines = ranks // int(os.environ.get(LOCAL_SIZE, ranks))
@@ -85,7 +89,7 @@ def in_one_process(name, weights, gradients, *, steps, micro=1, frozen=None, **o
         exact = [one.data for one in model.parameters()]
         for one in model.parameters() if weights else ():
             one.data = codes.as_sent(one.data, 8).to(one.dtype)
-        means = []
+        of_backwards = []
         for number in range(micro):
             rows = []
             for rank in range(ranks):
@@ -94,25 +98,41 @@ def in_one_process(name, weights, gradients, *, steps, micro=1, frozen=None, **o
                 rows.append([one.grad for one in trained])
                 losses += [loss.item()] if rank == dist.get_rank() else []
                 model.zero_grad()
-            means.append(
-                [mean(list(of_one), BITS[gradients], machines) for of_one in zip(*rows, strict=True)]
-            )
+            of_backwards.append(rows)
+        means = means_of(of_backwards, BITS[gradients], machines, once=once)
         for one, data in zip(model.parameters(), exact, strict=True):
             one.data = data
         for one, *of_one in zip(trained, *means, strict=True):
-            given = [grad for grad in of_one if grad is not None]
-            one.grad = given[0] if given else None
-            for grad in given[1:]:
-                accumulate(one, grad)
+            store(one, [grad for grad in of_one if grad is not None])
         optimizer.step()
         optimizer.zero_grad()
     return losses, model.state_dict()
 
 
-def accumulate(parameter, grad):
-    """Add a further mean in fp32, as a second backward does."""
-    value, factor = infinity.reference.recipe._stored(parameter)
-    infinity.reference.recipe._store(parameter, value.float() + grad.float(), factor)
+def means_of(of_backwards, bits, machines, *, once):
+    """Return the means of all parameters' gradients, of each backward, or of the sums of all: of_backwards
+    has, by rank, a gradient of each parameter.
+    """
+    if once:
+        by_rank = zip(*of_backwards, strict=True)
+        of_backwards = [[[summed(grads) for grads in zip(*of_rank, strict=True)] for of_rank in by_rank]]
+    by_parameter = [zip(*rows, strict=True) for rows in of_backwards]
+    return [[mean(list(of_one), bits, machines) for of_one in some] for some in by_parameter]
+
+
+def store(parameter, means):
+    """Let the sum of these, the first in its own type, be a parameter's gradient, as backwards add it up."""
+    parameter.grad = means[0].to(parameter.dtype) if means else None
+    if means and means[0].dtype != parameter.dtype:
+        infinity.reference.recipe._store(parameter, means[0], torch.ones(()))
+    for grad in means[1:]:
+        value, factor = infinity.reference.recipe._stored(parameter)
+        infinity.reference.recipe._store(parameter, value.float() + grad.float(), factor)
+
+
+def summed(grads):
+    """Return the sum of a parameter's gradients of several backwards, in fp32."""
+    return sum((grad.float() for grad in grads[1:]), grads[0].float())
 
 
 def mean(rows, bits, machines):
@@ -142,20 +162,21 @@ def build(name, frozen=None, checkpoint=None, **fields):
     return model
 
 
-def train(model, optimizer, *, steps, micro=1, first=0):
-    """Train on this rank's batches; return the losses."""
+def train(model, optimizer, *, steps, micro=1, once=False, first=0):
+    """Train on this rank's batches; return the losses. once: reduce in the last backward of a step alone."""
     losses = []
     for step in range(first, first + steps):
         for number in range(micro):
-            loss = loss_of(model, 1000 * dist.get_rank() + 10 * step + number)
-            loss.backward()
+            with infinity.no_sync(model) if once and number < micro - 1 else nullcontext():
+                loss = loss_of(model, 1000 * dist.get_rank() + 10 * step + number)
+                loss.backward()
             losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
     return losses
 
 
-def compare(name, *, steps=3, micro=1, frozen=None, options=None, **fields):
+def compare(name, *, steps=3, micro=1, once=False, frozen=None, options=None, **fields):
     """Train, and compare with the reference, and the bytes with those of ranks that code nothing."""
     options = {"lr": 1e-2, "weight_decay": 0.1, **(options or {})}
     shown, coded = [], {key: fields.get(key) for key in ("quantized_weights", "quantized_gradients")}
@@ -163,13 +184,13 @@ def compare(name, *, steps=3, micro=1, frozen=None, options=None, **fields):
         model = build(name, frozen, **more)
         trained = [one for one in model.parameters() if one.requires_grad]
         optimizer = infinity.AdamW(trained, **options)
-        losses = train(model, optimizer, steps=steps, micro=micro)
+        losses = train(model, optimizer, steps=steps, micro=micro, once=once)
         state = model.state_dict()
         engine_of_model(model).lane.drain()
         shown.append((losses, state, infinity.stats(model).exchanged_nbytes))
     of_reference = {key: one for key, one in options.items() if key == "max_norm"}
     losses, expected = in_one_process(
-        name, *coded.values(), steps=steps, micro=micro, frozen=frozen, **of_reference
+        name, *coded.values(), steps=steps, micro=micro, once=once, frozen=frozen, **of_reference
     )
     (actual_losses, actual, moved), (_, _, plain) = shown
     different = [key for key, one in expected.items() if not torch.equal(one, actual[key])]
@@ -260,12 +281,23 @@ def hops():
         model = build("llama", **fields)
         optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
         train(model, optimizer, steps=2)
-        engine_of_model(model).lane.drain()
-        dist.barrier()
-        stats = infinity.stats(model).exchanged_nbytes
+        stats = sent_by_now(model)
         moved.append({kind: stats[kind] for kind in ("gather", "reduce", "between machines")})
         del model, optimizer
     return {"moved": moved}
+
+
+def sent_by_now(model):
+    """Return what was exchanged, when what was queued has been sent: units of the next step are counted when
+    they are queued.
+    """
+    grid, end_s = engine_of_model(model).ranks.grid, time.monotonic() + 20
+    while True:
+        stats = infinity.stats(model).exchanged_nbytes
+        expected = (stats["gather"] + stats["reduce"]) * (grid.machines - 1) // grid.size
+        if stats["between machines"] == expected or time.monotonic() > end_s:
+            return stats
+        time.sleep(0.01)
 
 
 def on_mesh(**fields):
@@ -370,6 +402,8 @@ CASES = {
     "long": long,
     "short": partial(long, steps=6, last=3),
     "stage 2": lambda: compare("llama", stage=2, quantized_gradients="int8"),
+    "stage 1": lambda: compare("llama", micro=2, once=True, stage=1, quantized_gradients="int4"),
+    "no_sync": lambda: compare("llama", micro=3, once=True, **BOTH),
     "overflow": overflows,
     "overflow, int4": lambda: overflows(quantized_gradients="int4"),
     "again": lambda: again("llama", **BOTH),
