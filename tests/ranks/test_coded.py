@@ -70,9 +70,9 @@ def test_ranks_train_as_one_process_that_codes_and_gathered_has_the_masters_halv
 @pytest.mark.disk
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_path_of_a_training_has_the_bits_of_one_process_that_codes(tmp_path, ranks):
-    more = ["again", "again, nvme", "gathered", "overflow", "overflow, int4", "other weights"]
+    more = ["again", "again, nvme", "gathered", "in files", "overflow", "overflow, int4", "other weights"]
     given = answers(tmp_path, ranks, [*EVERY, *more])
-    assert_as_reference(given, [*EVERY, *more[:3]])
+    assert_as_reference(given, [*EVERY, *more[:4]])
     for one in given:
         assert one["nvme"]["ratios"]["gather"] <= INT8
         assert one["nvme"]["ratios"]["reduce"] <= INT8

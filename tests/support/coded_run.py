@@ -231,6 +231,25 @@ def gathered():
     return {"different": wrong}
 
 
+def in_files():
+    """Compute with weights that stay in a checkpoint's files, and send them coded."""
+    path = Path(os.environ["RANKS_DISK"], "checkpoint")
+    if dist.get_rank() == 0:
+        torch.manual_seed(1)
+        MODELS["llama"]().to(torch.bfloat16).save_pretrained(path, max_shard_size="60kB")
+    dist.barrier()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(path)
+    with infinity.Init(host_memory="64MiB", frozen=True, **BOTH):
+        ours = transformers.AutoModelForCausalLM.from_pretrained(path)
+    for one in plain.parameters():
+        one.data = codes.as_sent(one.data, 8).to(one.dtype)
+    ids = models.batch(0)
+    with torch.no_grad():
+        same = all(torch.equal(ours(input_ids=ids).logits, plain(input_ids=ids).logits) for _ in range(2))
+    read = infinity.stats(ours).checkpoint_read_nbytes
+    return {"different": ([] if same else ["logits"]) + ([] if read else ["nothing was read in place"])}
+
+
 def optimizer_master(model, parameter):
     return engine_of_model(model).parameters.read(parameter, ["master"])[0]
 
@@ -408,6 +427,7 @@ CASES = {
     "overflow, int4": lambda: overflows(quantized_gradients="int4"),
     "again": lambda: again("llama", **BOTH),
     "again, nvme": lambda: again("llama", **BOTH, **NVME),
+    "in files": in_files,
     "hops": hops,
     "other weights": lambda: refused(quantized_weights="int8", other={}),
     "other gradients": partial(refused, quantized_gradients="int8", other={"quantized_gradients": "int4"}),
