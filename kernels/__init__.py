@@ -7,8 +7,11 @@ threads. The caller keeps the memory alive, and nobody else writes to it, until 
 """
 
 from infinity.kernels.blocks import (
+    CODE_BLOCK,
     ScaleBlocks,
     Strided,
+    decode,
+    encode,
     transpose,
     widen_4bit,
     widen_e4m3,
@@ -49,6 +52,7 @@ from infinity.kernels.recipes import adagrad, adam, adamw_fp16, adamw_fp32, lion
 from infinity.kernels.scalars import AdagradScalars, AdamWScalars, LionScalars, SGDScalars, state_key
 
 __all__ = [
+    "CODE_BLOCK",
     "MOST_ROWS",
     "STATE_BLOCK",
     "STRETCH_NUMEL",
@@ -77,7 +81,9 @@ __all__ = [
     "add_product_bf16",
     "bind_threads",
     "copy",
+    "decode",
     "dequantize",
+    "encode",
     "isa",
     "join",
     "lion",

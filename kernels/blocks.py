@@ -1,15 +1,22 @@
 """Packed weights in memory to fp32: codes of 4 or 8 bits, with scales that may be packed themselves.
 
 One codec for every layout: e4m3 with block scales, int8 with row scales, 4-bit codes of any table (nf4, fp4,
-MXFP4) with scales in fp32, in 8 bits with scales of their own, or as e8m0. `kernels.h` states the bits.
+MXFP4) with scales in fp32, in 8 bits with scales of their own, or as e8m0; and there and back, what ranks
+send: int8 and int4 with a scale for each block of CODE_BLOCK elements. `kernels.h` states the bits.
 """
 
 from typing import NamedTuple
 
 from infinity.kernels.library import ffi, library
-from infinity.kernels.operations import as_f32, as_u8, check
+from infinity.kernels.operations import AnyGradientDtype, as_f32, as_u8, check
+from infinity.kernels.recipes import type_of
 
 _WIDTHS = (2, 4)
+CODE_BLOCK = 256
+"""Elements that `encode` gives one scale."""
+_CODE_BITS = (4, 8)
+_SIGNED = ffi.new("float[16]", [*range(8), *range(-8, 0)])
+"""The value of each code of 4 bits."""
 
 
 class Strided(NamedTuple):
@@ -107,6 +114,35 @@ def widen_e8m0(n: int, codes: int, f32: int) -> None:
     """Convert n exponents to half of the powers of two that they are, in fp32: see `kernels.h`."""
     check(n, codes=codes, f32=f32)
     library.infinity_widen_e8m0(n, as_u8(codes), as_f32(f32))
+
+
+def _check_bits(bits: int) -> None:
+    if bits not in _CODE_BITS:
+        message = f"bits={bits}: expected 4 or 8"
+        raise ValueError(message)
+
+
+def encode(n: int, values: int, dtype: AnyGradientDtype, bits: int, codes: int, scales: int) -> None:
+    """Convert n values to codes of 4 or 8 bits, with an fp32 scale for each CODE_BLOCK of them.
+
+    A block with an infinity or a NaN has a scale that is one, and no code of 0. codes: address for n bytes,
+    or (n + 1) // 2; scales: for 4 bytes a block; any alignment.
+    """
+    check(n, values=values, codes=codes, scales=scales)
+    _check_bits(bits)
+    at = as_u8(codes), as_f32(scales)
+    library.infinity_encode(n, ffi.cast("void *", values), type_of(dtype), bits, *at)
+
+
+def decode(n: int, bits: int, codes: int, scales: int, f32: int) -> None:
+    """Convert n codes of `encode`, from the first of a block on, to fp32: code times scale, rounded once."""
+    check(n, codes=codes, scales=scales, f32=f32)
+    _check_bits(bits)
+    at = as_f32(scales), as_f32(f32)
+    if bits == 4:
+        library.infinity_widen_4bit(0, n, CODE_BLOCK, 0, _SIGNED, as_u8(codes), *at)
+    else:
+        library.infinity_widen_i8(0, n, CODE_BLOCK, 1.0, ffi.cast("int8_t *", codes), *at)
 
 
 def transpose(rows: int, cols: int, width: int, source: Strided, target: Strided) -> None:

@@ -39,6 +39,7 @@
      widen_half_##isa, \
      widen_e4m3_##isa, \
      widen_i8_##isa, \
+     narrow_i8_##isa, \
      widen_4bit_##isa, \
      narrow_half_##isa, \
      accumulate_half_##isa, \

@@ -103,6 +103,8 @@ struct isa {
     void (*widen_e4m3)(size_t n, const uint8_t *restrict codes, float scale, float *restrict f32);
     void (*widen_i8)(size_t n, const int8_t *restrict codes, float scale, float factor,
                      float *restrict f32);
+    /* A block of [Note: coded blocks], with codes up to `most`; returns its scale. */
+    float (*narrow_i8)(size_t n, const float *restrict f32, float most, int8_t *restrict codes);
     /* From the start of a block on. */
     void (*widen_4bit)(size_t n, size_t block, bool high_first, const float *restrict table,
                        const uint8_t *restrict codes, const float *restrict scales,
@@ -181,6 +183,8 @@ const struct isa *current_isa(void);
                           float *restrict f32); \
     void widen_i8_##isa(size_t n, const int8_t *restrict codes, float scale, float factor, \
                         float *restrict f32); \
+    float narrow_i8_##isa(size_t n, const float *restrict f32, float most, \
+                          int8_t *restrict codes); \
     void widen_4bit_##isa(size_t n, size_t block, bool high_first, const float *restrict table, \
                           const uint8_t *restrict codes, const float *restrict scales, \
                           float *restrict f32); \

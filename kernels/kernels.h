@@ -313,6 +313,18 @@ void infinity_widen_scales(size_t first, size_t n, size_t block, const float *ta
                            const uint8_t *codes, const float *scales, float offset, float *f32);
 void infinity_widen_e8m0(size_t n, const uint8_t *codes, float *f32);
 
+/* [Note: coded blocks] What ranks send in few bits. Blocks of 256 consecutive elements, the last one shorter,
+ * have an fp32 scale each: the largest magnitude divided by the largest code, 127 (8 bits) or 7 (4 bits), at
+ * least 2^-100, so that a denormal fp32 is never computed with.  A code is the element divided by the scale,
+ * rounded to an integer, ties to even: 8 bits in two's complement; or 4, two in a byte, that of the even
+ * element in the low half, the last byte's high half 0 where the count is odd.  A block with an infinity has
+ * an infinite scale, one with a NaN 0x7FC00000, and all of its codes are 1: nothing of it looks finite
+ * afterwards.  infinity_widen_i8, of 256 columns, with factor 1, and infinity_widen_4bit, of blocks of 256,
+ * lead back.  What they give, rounded to bf16 or fp16 and encoded again, gives the same values.
+ * type: of the values, 0 for bf16, 1 for fp32, 2 for fp16. */
+void infinity_encode(size_t n, const void *values, int32_t type, int32_t bits, uint8_t *codes,
+                     float *scales);
+
 /* Element [row][col] of a source with `rows` x `cols` elements of `width` (2 or 4) bytes becomes
  * [col][row] of the target; in both, rows are so many bytes apart. */
 void infinity_transpose(size_t rows, size_t cols, int32_t width, const void *source,

@@ -213,6 +213,9 @@ class KernelLibrary(Protocol):
         f32: Pointer,
     ) -> None: ...
     def infinity_widen_e8m0(self, n: int, codes: Pointer, f32: Pointer) -> None: ...
+    def infinity_encode(
+        self, n: int, values: Pointer, type_: int, bits: int, codes: Pointer, scales: Pointer
+    ) -> None: ...
     def infinity_transpose(
         self,
         rows: int,

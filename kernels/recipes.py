@@ -15,7 +15,8 @@ from infinity.kernels.scalars import AdagradScalars, AdamWScalars, LionScalars, 
 _TYPES = {"bf16": 0, "f32": 1, "f16": 2}  # as in kernels.h
 
 
-def _type_of(dtype: str) -> int:
+def type_of(dtype: str) -> int:
+    """Return the number that stands for the type of an argument in kernels.h."""
     if dtype not in _TYPES:
         message = f"dtype={dtype!r}: expected 'bf16', 'f32' or 'f16'"
         raise ValueError(message)
@@ -42,7 +43,7 @@ def adamw_fp16(
     A master of 65520 or more rounds to infinity, as in torch's .half(). The weight is only written.
     """
     check(n, weight=weight, master=master, m=m, v=v, grad=grad)
-    fields = (as_u16(weight), as_f32(master), as_f32(m), as_f32(v), _any(grad), _type_of(dtype))
+    fields = (as_u16(weight), as_f32(master), as_f32(m), as_f32(v), _any(grad), type_of(dtype))
     library.infinity_adamw_half(n, *fields, rounded(scalars), *summed(sums))
 
 
@@ -58,7 +59,7 @@ def adamw_fp32(
 ) -> None:
     """Apply the step of `adamw` to the fp32 record, whose weights are their own masters."""
     check(n, weight=weight, m=m, v=v, grad=grad)
-    fields = (as_f32(weight), as_f32(m), as_f32(v), _any(grad), _type_of(dtype))
+    fields = (as_f32(weight), as_f32(m), as_f32(v), _any(grad), type_of(dtype))
     library.infinity_adamw_full(n, *fields, rounded(scalars), *summed(sums))
 
 
@@ -75,7 +76,7 @@ def adam(
 ) -> None:
     """Apply one Adam step to split masters: the weight decay is added to the gradient (L2)."""
     check(n, hi=hi, lo=lo, m=m, v=v, grad=grad)
-    fields = (as_u16(hi), as_i16(lo), as_f32(m), as_f32(v), _any(grad), _type_of(dtype))
+    fields = (as_u16(hi), as_i16(lo), as_f32(m), as_f32(v), _any(grad), type_of(dtype))
     library.infinity_adam(n, *fields, rounded(scalars), *summed(sums))
 
 
@@ -100,7 +101,7 @@ def sgd(
     struct.is_first = scalars.step == 1
     struct.is_nesterov = scalars.nesterov
     library.infinity_sgd(
-        n, as_u16(hi), as_i16(lo), as_f32(m), _any(grad), _type_of(dtype), struct, *summed(sums)
+        n, as_u16(hi), as_i16(lo), as_f32(m), _any(grad), type_of(dtype), struct, *summed(sums)
     )
 
 
@@ -122,7 +123,7 @@ def adagrad(
     struct.eps = scalars.eps
     struct.step_factor = -(scalars.lr / (1 + (scalars.step - 1) * scalars.lr_decay))
     library.infinity_adagrad(
-        n, as_u16(hi), as_i16(lo), as_f32(v), _any(grad), _type_of(dtype), struct, *summed(sums)
+        n, as_u16(hi), as_i16(lo), as_f32(v), _any(grad), type_of(dtype), struct, *summed(sums)
     )
 
 
@@ -147,5 +148,5 @@ def lion(
     struct.grad_weight2 = 1 - scalars.beta2
     struct.step_factor = -scalars.lr
     library.infinity_lion(
-        n, as_u16(hi), as_i16(lo), as_f32(m), _any(grad), _type_of(dtype), struct, *summed(sums)
+        n, as_u16(hi), as_i16(lo), as_f32(m), _any(grad), type_of(dtype), struct, *summed(sums)
     )

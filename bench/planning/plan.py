@@ -31,6 +31,7 @@ from infinity.config.sequence_ranks import check_expert_ranks
 from infinity.errors import ConfigError
 from infinity.planning.activations import Method
 from infinity.planning.capacity import Capacity
+from infinity.planning.coded import BITS
 from infinity.planning.gpus import GPUS, LAUNCH_S, REACHED_COMPUTE, REACHED_LINK, USE_S
 from infinity.planning.outline import Outline
 from infinity.planning.setting import Setting
@@ -156,6 +157,9 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--sequence-parallel", type=positive, default=1, metavar="N", help=shared)
     divided = "ranks that divide the experts of each layer, as Config(expert_parallel=...) (1)"
     add("--expert-parallel", type=positive, default=1, metavar="N", help=divided)
+    sent = "in which ranks send them, as Config(quantized_%s=...)"
+    add("--quantized-weights", choices=("int8",), help=f"the type {sent % 'weights'}")
+    add("--quantized-gradients", choices=tuple(BITS), help=f"the type {sent % 'gradients'}")
     add(
         "--host-memory",
         type=some_size,
@@ -354,6 +358,8 @@ def _plan_one(
         local_ranks=chosen.local_ranks,
         durable=chosen.durable,
         units=chosen.units,
+        quantized_weights=chosen.quantized_weights,
+        quantized_gradients=chosen.quantized_gradients,
         method=method,
     )
     whole_s = (

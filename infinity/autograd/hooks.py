@@ -430,7 +430,7 @@ class Hooks:
             )
         if graph_task() == -1 or torch.is_grad_enabled():
             # Read outside a backward, or for create_graph=True, whose graph outlives this node.
-            self._residency.hold_aside(unit)
+            self._residency.hold_aside(unit, exact=False)
             copy = unit.flat.as_strided(packed.shape, packed.stride, packed.offset).clone()
             self._residency.drop(unit)
             return packed.whole(copy)

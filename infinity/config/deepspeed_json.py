@@ -30,6 +30,7 @@ from infinity.config.deepspeed_keys import (
 from infinity.config.deepspeed_recipe import OPTIONS, Chosen, check_schedule, chosen, foreign_options, kind_of
 from infinity.config.deepspeed_values import TYPES
 from infinity.config.loss_scale import Scaling
+from infinity.config.quantized import quantized
 from infinity.config.sequence_ranks import check_sequences
 from infinity.config.sparse_attention import AskedSparsity, asked_sparsity
 from infinity.errors import ConfigError, meant
@@ -519,8 +520,10 @@ def _fields(
         ours["nvme"] = list(dict.fromkeys(folders))
     if given.get(_ZERO + "stage"):
         ours["stage"] = int(given[_ZERO + "stage"])
+    ours |= quantized(given)
     if folders and _keeps_parameters(given, ranks):
         ours["stage"] = 2
+        ours.pop("quantized_weights", None)  # one rank sends none
     if given.get("bf16.bf16_optimizer_states"):
         ours["state_dtype"] = "bf16"
     ours |= _shared(given)

@@ -15,6 +15,7 @@ from infinity.config.curriculum import BESIDE, LEARNING, LEGACY, METRICS, SAMPLI
 from infinity.config.data_routing import LTD, RATES, ROUTING, SCHEDULE, STEPS
 from infinity.config.deepspeed_frozen import LOADED, NONTRAINABLE
 from infinity.config.deepspeed_values import switched
+from infinity.config.quantized import KEYS as QUANTIZED
 from infinity.config.sparse_attention import LISTS, NUMBERS, SPARSE, TEXTS
 from infinity.config.sparse_attention import SWITCHES as SPARSE_SWITCHES
 
@@ -104,6 +105,7 @@ HONOURED = {
     "fp16.auto_cast": ("switch", "inputs of engine(...) are cast to fp16"),
     "bf16.check_grad_overflow": ("switch", "a step whose gradients are not finite is skipped"),
     "bf16.bf16_optimizer_states": ("switch", 'state_dtype="bf16"; masters stay exact'),
+    **{path: ("switch", says) for path, says in QUANTIZED.items()},
     _ZERO + "stage": ("size", "Config.stage: what is partitioned among the ranks; 0: as 3"),
     _PARAM + "device": ("device", "nvme: an NVMe tier; else host memory"),
     _PARAM + "nvme_path": ("text", "Config.nvme"),
@@ -254,7 +256,6 @@ _OTHER_OPTIMIZERS = """
 comm_backend_name cuda_aware freeze_step var_freeze_step var_update_scaler local_step_scaler
 local_step_clipper max_coeff min_coeff coeff_beta factor_max factor_min factor_threshold
 """
-_IN_16_BITS = "weights and gradients move in 16 bits; leave it out"
 UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "fp16.fp16_master_weights_and_grads": ("switch", (False,), "masters stay fp32; leave it out"),
     "bf16.bf16_master_weights_and_grads": ("switch", (False,), "masters stay fp32; leave it out"),
@@ -279,10 +280,6 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "gradient_allreduce_op": ("text", ("mean",), "scale the loss instead"),
     "checkpoint.load_universal": ("switch", (False,), "any checkpoint loads on any number of ranks"),
     "data_types.gradient_dtype": ("text", (), "gradients have the type of the weights"),
-    **{
-        f"{_ZERO}zero_quantized_{name}": ("switch", (False,), _IN_16_BITS)
-        for name in ("weights", "gradients")
-    },
     **{
         f"weight_quantization.{name}": ("anything", (), f"{LOADED}num_bits quantises frozen weights")
         for name in ("post_init_quant", "post_init_quantization", "enabled", "num_bits", "q_type", "q_groups")

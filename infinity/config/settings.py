@@ -91,6 +91,13 @@ class Config:
         larger one, and with 0 each, is assembled by itself. Results are the same.
     reduce_bucket: as much of several layers' gradients that ranks sum in one collective. A larger layer's,
         those that are applied in the backward, and with 0 each layer's, are summed by themselves.
+    quantized_weights: "int8": where ranks assemble a layer, they send its weights in 8 bits, with a scale for
+        each 256 of a parameter (ZeRO++'s qwZ): about half of the bytes. All ranks compute with what comes of
+        that; masters, and what `gathered`, `state_dict` and checkpoints have, stay exact. For 16-bit weights
+        and stage=3; a layer in fp32 is sent as it is. None: as they are.
+    quantized_gradients: "int8" or "int4": gradients are sent so to the ranks that sum them, in fp32 (qgZ):
+        about half, or a quarter, of the bytes of 16-bit ones. Of several machines the sums of each are sent
+        on so, too. None: in their own type.
     timeout_s: seconds that a rank waits for the others before it fails, and names those that are missing.
     sequence_parallel: ranks that share each sequence (Ulysses; see infinity.sequence_parallel), for models of
         transformers: 4 of 8 ranks train two sequences at once, each on a quarter of its tokens. All ranks
@@ -140,6 +147,8 @@ class Config:
     stage: int = 3
     gather_bucket: int | str = DEFAULT
     reduce_bucket: int | str = DEFAULT
+    quantized_weights: str | None = None
+    quantized_gradients: str | None = None
     timeout_s: float = 600.0
     sequence_parallel: int = 1
     expert_parallel: int = 1
@@ -211,6 +220,8 @@ class Config:
             "units": _UNITS,
             "frozen_dtype": _FROZEN,
             "stage": (1, 2, 3),
+            "quantized_weights": (None, "int8"),
+            "quantized_gradients": (None, "int8", "int4"),
             "offload_activations": _OFFLOADS,
             "aio": _AIO,
         }
@@ -223,6 +234,7 @@ class Config:
                 f"state_dtype={self.state_dtype!r} with dtype={self.dtype!r}: moments in fewer bytes need "
                 'dtype="bf16"; leave one of the two out'
             )
+        self._check_quantized()
         for name in ("sequence_parallel", "expert_parallel"):
             size = getattr(self, name)
             if type(size) is not int or size < 1:
@@ -234,6 +246,20 @@ class Config:
             )
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"timeout_s={self.timeout_s!r}: expected a number of seconds above 0")
+
+    def _check_quantized(self) -> None:
+        given = f"quantized_weights={self.quantized_weights!r}"
+        if self.quantized_weights is not None and self.dtype == "fp32":
+            raise ConfigError(
+                f'{given} with dtype="fp32": in fp32 the weights that ranks send are the masters themselves, '
+                'which stay exact; use dtype="bf16", or leave it out'
+            )
+        if self.quantized_weights is not None and self.stage != 3:
+            raise ConfigError(
+                f"{given} with stage={self.stage}, where every rank keeps the 16-bit weights and updates "
+                "start from them: stage=3 assembles them for each use; or leave it out. quantized_gradients "
+                "works at every stage"
+            )
 
     def _check_tiers(self) -> None:
         if self.offload_activations == "nvme" and not self.nvme_folders:

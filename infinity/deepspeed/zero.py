@@ -31,8 +31,8 @@ class ZeroInit:
     was built before, to be offloaded now, without a `with`. enabled: False: do nothing. remote_device:
     "nvme" needs an nvme_path in the configuration. dtype: the configuration's. strict: refuse unsupported
     keys of the configuration; False warns of them and leaves them out. zero_quantized_nontrainable_weights:
-    as the configuration's key of that name, Config(frozen_dtype="int8"). Groups and zero_quantized_weights
-    are refused; the other arguments have no effect.
+    as the configuration's key of that name, Config(frozen_dtype="int8"). zero_quantized_weights: likewise,
+    Config(quantized_weights="int8"). Groups are refused; the other arguments have no effect.
 
     Raises: ConfigError, UnsupportedError; on entering, what infinity.Init raises.
     """
@@ -61,7 +61,6 @@ class ZeroInit:
             "data_parallel_group": data_parallel_group,
             "mpu": mpu,
             "zero_param_parallel_group": zero_param_parallel_group,
-            "zero_quantized_weights": zero_quantized_weights,
             "sequence_data_parallel_group": sequence_data_parallel_group,
         }
         for name, value in refused.items():
@@ -76,6 +75,8 @@ class ZeroInit:
         freezes = said is not None and said.freezes
         if zero_quantized_nontrainable_weights and settings.frozen_dtype is None:
             settings = dataclasses.replace(settings, frozen_dtype="int8")
+        if zero_quantized_weights:
+            settings = dataclasses.replace(settings, quantized_weights="int8")
         if dtype is not None and settings.dtype != Config(dtype=dtype).dtype:
             raise ConfigError(f"zero.Init(dtype={dtype}), but the configuration says {settings.dtype}")
         if remote_device == "nvme" and not settings.nvme_folders:

@@ -34,12 +34,11 @@ from infinity.engine.ending import Ending
 from infinity.engine.expert_ranks import DividedExperts, ExpertRanks
 from infinity.engine.foresight import NONE, Foresight, foresight_of
 from infinity.engine.parameters import Parameters
-from infinity.engine.partition import Partition
+from infinity.engine.partition import Partition, open_partition
 from infinity.engine.routing import Routing
 from infinity.engine.shortage import Shortage
 from infinity.engine.state_dict import Exchange
 from infinity.errors import UnsupportedError
-from infinity.gradients.gather_buckets import GatherBuckets
 from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import OutgoingShare
@@ -169,12 +168,8 @@ class Engine:
         return StreamLane(pool, inline=on_host, apart=not on_host, timeline=self.timeline, cpus=cpus)
 
     def _open_partition(self) -> Partition | None:
-        if self.ranks.size == 1:
-            return None
-        most = self.ranks.least(self.config.gather_bucket_nbytes, "size buckets")
-        buckets = GatherBuckets(self.lane, self.device, self.outgoing_share, most)
         parts = self.ranks, self.lane, self.device, self.timeline, self.units, self.expert_ranks
-        return Partition(*parts, buckets)
+        return open_partition(self.config, self.outgoing_share, *parts)
 
     def _open_gradients(self) -> GradientStore:
         return GradientStore(

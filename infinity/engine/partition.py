@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import xxhash
 
+from infinity.config.settings import Config
 from infinity.device.device import Device
+from infinity.engine.codings import codings
 from infinity.engine.expert_ranks import ExpertRanks
 from infinity.errors import RanksError
+from infinity.gradients.coding import Coding
 from infinity.gradients.collectives import Collecting, CollectiveLane, Spreading
 from infinity.gradients.gather_buckets import GatherBuckets
 from infinity.gradients.matrices import Orthogonalizing
+from infinity.lane.fetch import FetchTarget
 from infinity.lane.lane import StreamLane
 from infinity.lane.matrices import WholeMatrices
+from infinity.lane.outgoing import OutgoingShare
 from infinity.planning.plan import Plan
 from infinity.planning.queue import Job
 from infinity.ranks.group import Ranks
@@ -38,11 +44,15 @@ class Partition:
         units: Sequence[Unit],
         expert_ranks: ExpertRanks | None,
         buckets: GatherBuckets,
+        coding: Coding | None = None,
     ) -> None:
         """Open two channels, for `units`, a list that the engine fills; and two for experts, if there are
-        `expert_ranks`. Every rank does so. buckets: in which units are assembled.
+        `expert_ranks`. Every rank does so. buckets: in which units are assembled. coding: by which gradients
+        are sent; None: in their own type.
         """
-        self.ranks = ranks
+        self.ranks, self.coding = ranks, coding
+        self._exact = False
+        """Whether units are fetched as their records have them, where they are sent coded."""
         self._expert_ranks = expert_ranks
 
         def opened(name: str, of: Ranks) -> CollectiveLane:
@@ -83,17 +93,38 @@ class Partition:
                 'Init(..., process_group=mesh["dp"], pipeline_group=mesh["pp"]).'
             )
 
-    def assemble(self, unit: Unit, job: Job) -> Job:
-        """See residency.Assembler."""
-        holders = unit.record.holders
-        if unit.record.is_elsewhere or len(holders.members) == 1:
+    def rounds(self, unit: Unit) -> bool:
+        """See units.assembler.Assembler, as for the next ones."""
+        return _is_gathered(unit) and self._buckets.codes(unit)
+
+    @contextmanager
+    def exactly(self, leave: Callable[[], None]) -> Iterator[None]:
+        """See Assembler."""
+        if self._buckets.coding is not None:
+            leave()
+        self._exact = True
+        try:
+            yield
+        finally:
+            self._exact = False
+
+    def target_of(self, unit: Unit) -> FetchTarget:
+        """See Assembler."""
+        return self._buckets.aside(unit) if self.rounds(unit) and not self._exact else unit
+
+    def assemble(self, unit: Unit, job: Job, target: FetchTarget) -> Job:
+        """See Assembler."""
+        if not _is_gathered(unit):
             return job  # which brings all that there is of it
-        if not holders.are_all:
-            return self._buckets.alone(unit, job, self._gathers_of_experts)
-        return self._buckets.assemble(unit, job, self._gathers)
+        buckets, aside = self._buckets, None if target is unit else target
+        exact = buckets.coding is not None and (self._exact or not buckets.codes(unit))
+        if exact or not unit.record.holders.are_all:
+            gathers = self._gathers if unit.record.holders.are_all else self._gathers_of_experts
+            return buckets.alone(unit, job, gathers, aside, exact=exact)
+        return buckets.assemble(unit, job, self._gathers, aside)
 
     def size_buckets(self, window_nbytes: int) -> None:
-        """See residency.Assembler."""
+        """See Assembler."""
         self._buckets.size(window_nbytes)
 
     def orthogonalize(self, matrices: WholeMatrices) -> Orthogonalizing:
@@ -105,7 +136,7 @@ class Partition:
         return job
 
     def spread(self, unit: Unit) -> Job:
-        """See residency.Assembler."""
+        """See Assembler."""
         job = Spreading(unit, self._lane, self._device)
         self._gathers.submit(job)
         return job
@@ -132,7 +163,7 @@ class Partition:
         return job.whole
 
     def check(self, plan: Plan) -> None:
-        """See residency.Assembler. The error names the first use that differs, and what each rank has."""
+        """See Assembler. The error names the first use that differs, and what each rank has."""
         self._buckets.begin_step()
         if self._digest[0] is not plan:
             self._digest = plan, xxhash.xxh3_64_intdigest(str(plan).encode()) >> 1
@@ -172,3 +203,31 @@ class Partition:
         """End the lanes of collectives, while everything that they use is still there."""
         for lane in self._lanes:
             lane.close()
+
+
+def open_partition(
+    config: Config,
+    outgoing_share: OutgoingShare,
+    ranks: Ranks,
+    lane: StreamLane,
+    device: Device,
+    timeline: Timeline,
+    units: Sequence[Unit],
+    expert_ranks: ExpertRanks | None,
+) -> Partition | None:
+    """Return what several ranks do together; None where there is one. Every rank calls it. outgoing_share:
+    has the memory in which units are put together; see Partition.
+
+    Raises: ConfigError as `codings` does.
+    """
+    weights, gradients = codings(config, ranks, device)
+    if ranks.size == 1:
+        return None
+    most = ranks.least(config.gather_bucket_nbytes, "size buckets")
+    buckets = GatherBuckets(lane, device, outgoing_share, most, weights)
+    return Partition(ranks, lane, device, timeline, units, expert_ranks, buckets, gradients)
+
+
+def _is_gathered(unit: Unit) -> bool:
+    """Whether this rank assembles a unit of which others have parts as well."""
+    return not unit.record.is_elsewhere and len(unit.record.holders.members) > 1

@@ -21,6 +21,7 @@ import xxhash
 
 from infinity import kernels
 from infinity.device.device import Device
+from infinity.lane.fetch import FetchTarget
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Lease, OutgoingShare
 from infinity.planning.queue import Job
@@ -191,15 +192,23 @@ class Assembly(Job):
     """One unit of a `Gathering`, which is queued when it is full, or when a unit of it is called for."""
 
     def __init__(
-        self, unit: Unit, local: Job, lane: StreamLane, called_for: Callable[[Assembly], None]
+        self,
+        unit: Unit,
+        local: Job,
+        lane: StreamLane,
+        called_for: Callable[[Assembly], None],
+        aside: FetchTarget | None = None,
     ) -> None:
-        """Assemble `unit` in the memory it has now, into which `local` brings this rank's share. called_for:
-        called when somebody waits for it.
+        """Assemble `unit` in the memory it has now, into which `local` brings this rank's share, unless it
+        brings it `aside`. called_for: called when somebody waits for it.
         """
         super().__init__(lane)
         self.name, self.local = unit.name, local
         self._flat: torch.Tensor | None = unit.flat
-        self._part = unit.part_of_rank
+        self._part = unit.part_of_rank if aside is None else aside.flat
+        self._aside = aside
+        self.layout = unit.record.shard
+        """How parameters lie in the share."""
         self._called_for: Callable[[Assembly], None] | None = called_for
         self.nbytes = unit.flat.nbytes
 
@@ -222,6 +231,11 @@ class Assembly(Job):
         """The collective is queued, which need not be asked for."""
         self._called_for = None
 
+    def coded_nbytes(self, share_nbytes: Callable[[int], int]) -> int:
+        """Return the bytes of all ranks' shares; a share of so many elements takes `share_nbytes`."""
+        numel = self._part.numel()
+        return 0 if self._flat is None or not numel else self._flat.numel() // numel * share_nbytes(numel)
+
     def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the unit's memory, and this rank's share of it, once; None for a unit without elements."""
         flat, part = self._flat, self._part
@@ -230,7 +244,7 @@ class Assembly(Job):
 
     def end(self) -> None:
         """The values are there."""
-        self.done = True
+        self.done, self._aside = True, None
 
 
 class Gathering(Collective):
@@ -398,14 +412,17 @@ class Reducing(Collective):
         """All-to-all, and the sum."""
         if self._sent is not None and self._sent.numel():
             self._device.arrived(self._sent)
-            rows, start = self._exchanged(channel, self._sent), 0
-            self._device.leaving(self._sent)
-            self._sent = None
-            for mean in self._means:
-                _mean_of_ranks(rows[:, start : start + mean.numel()], mean, self._count)
-                start += mean.numel()
+            self._reduce(channel, self._sent)
         self._sent, self._means = None, ()
         self._lease.end()
+
+    def _reduce(self, channel: Channel, sent: torch.Tensor) -> None:
+        rows, start = self._exchanged(channel, sent), 0
+        self._device.leaving(sent)
+        self._sent = None
+        for mean in self._means:
+            _mean_of_ranks(rows[:, start : start + mean.numel()], mean, self._count)
+            start += mean.numel()
 
     def _exchanged(self, channel: Channel, sent: torch.Tensor) -> torch.Tensor:
         """Return rows of this rank's share, to be added up: of each rank, or the sums of each machine."""

@@ -12,8 +12,13 @@ meanwhile. The first one of a step is an eighth of the others: computing waits f
 
 from __future__ import annotations
 
+import torch
+
 from infinity.device.device import Device
+from infinity.gradients.coded import CodedGathering, ShareAside
+from infinity.gradients.coding import Coding
 from infinity.gradients.collectives import Assembly, CollectiveLane, Gathering
+from infinity.lane.fetch import FetchTarget
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import OutgoingShare
 from infinity.planning.queue import Job
@@ -27,12 +32,19 @@ class GatherBuckets:
     """Owns the open bucket; see [Note: buckets of units]. Used by the thread that computes."""
 
     def __init__(
-        self, lane: StreamLane, device: Device, outgoing_share: OutgoingShare, bucket_nbytes: int
+        self,
+        lane: StreamLane,
+        device: Device,
+        outgoing_share: OutgoingShare,
+        bucket_nbytes: int,
+        coding: Coding | None = None,
     ) -> None:
         """Begin without one. bucket_nbytes: the most bytes of several units; outgoing_share: has the memory
-        in which they are put together, where the CPU computes.
+        in which they are put together, where the CPU computes. coding: by which their shares are sent; None:
+        as they are.
         """
         self._lane, self._device, self._outgoing_share = lane, device, outgoing_share
+        self.coding = coding
         self._setting_nbytes = bucket_nbytes
         self._window_nbytes = 0
         self._grown = 1
@@ -47,12 +59,22 @@ class GatherBuckets:
         """A step begins, or a forward without gradients."""
         self._grown = 1
 
-    def assemble(self, unit: Unit, job: Job, gathers: CollectiveLane) -> Job:
+    def codes(self, unit: Unit) -> bool:
+        """Whether shares of a unit are sent coded: those that compute in fp32 are their own masters."""
+        return self.coding is not None and unit.flat.dtype != torch.float32
+
+    def aside(self, unit: Unit) -> ShareAside:
+        """Return where this rank's share of a unit is fetched that is sent coded."""
+        return ShareAside(unit, self._outgoing_share)
+
+    def assemble(
+        self, unit: Unit, job: Job, gathers: CollectiveLane, aside: FetchTarget | None = None
+    ) -> Job:
         """Put a unit, of which `job` fetches this rank's share, into the open bucket of `gathers`; return
-        what is done when all of it is there.
+        what is done when all of it is there. aside: where it is fetched, if not to the unit's memory.
         """
         most = self._most_nbytes()
-        one = Assembly(unit, job, self._lane, self._called_for)
+        one = Assembly(unit, job, self._lane, self._called_for, aside)
         self._gathers = gathers
         if self._open and self._open_nbytes() + one.nbytes > most:
             self.close()
@@ -61,10 +83,18 @@ class GatherBuckets:
             self.close()
         return one
 
-    def alone(self, unit: Unit, job: Job, gathers: CollectiveLane) -> Job:
-        """Assemble a unit by itself."""
-        one = Assembly(unit, job, self._lane, self._called_for)
-        gathers.submit(self._gathering([one], gathers))
+    def alone(
+        self,
+        unit: Unit,
+        job: Job,
+        gathers: CollectiveLane,
+        aside: FetchTarget | None = None,
+        *,
+        exact: bool = False,
+    ) -> Job:
+        """Assemble a unit by itself. aside: see `assemble`; exact: of shares that are sent as they are."""
+        one = Assembly(unit, job, self._lane, self._called_for, aside)
+        gathers.submit(self._gathering([one], gathers, exact=exact))
         return one
 
     def _most_nbytes(self) -> int:
@@ -90,9 +120,13 @@ class GatherBuckets:
         if self._gathers is not None:
             self._gathers.submit(self._gathering(assemblies, self._gathers))
 
-    def _gathering(self, assemblies: list[Assembly], gathers: CollectiveLane) -> Gathering:
-        takes_memory = self._device.is_host and (len(assemblies) > 1 or gathers.crossed_nbytes is not None)
-        beside = self._outgoing_share if takes_memory else None
+    def _gathering(
+        self, assemblies: list[Assembly], gathers: CollectiveLane, *, exact: bool = False
+    ) -> Gathering:
         for one in assemblies:
             one.queued()
+        if self.coding is not None and not exact:
+            return CodedGathering(assemblies, self._lane, self._device, self._outgoing_share, self.coding)
+        takes_memory = self._device.is_host and (len(assemblies) > 1 or gathers.crossed_nbytes is not None)
+        beside = self._outgoing_share if takes_memory else None
         return Gathering(assemblies, self._lane, self._device, beside)

@@ -30,6 +30,8 @@ from infinity import kernels
 from infinity.device.buffers import Buffers
 from infinity.device.device import Device
 from infinity.errors import HostMemoryError
+from infinity.gradients.coded import CodedReducing
+from infinity.gradients.coding import Coding
 from infinity.gradients.collectives import CollectiveLane, Reducing
 from infinity.gradients.gradient import Form, Gradient, total_of
 from infinity.lane.lane import StreamLane
@@ -47,6 +49,8 @@ class Reducers(Protocol):
     """Where ranks sum gradients."""
 
     ranks: Ranks
+    coding: Coding | None
+    """By which gradients are sent; None: in their own type."""
 
     def reduces(self, unit: Unit) -> CollectiveLane:
         """Return the lane of the ranks that sum a unit's gradients: of those that have parts of it."""
@@ -282,7 +286,11 @@ class Reduction:
             "; ".join(_said(unit, taken, dtype) for unit, taken in bucket.items()),
             self._device.room,
         )
+        size = len(next(iter(bucket)).record.holders.members)
+        coding = self._reducers.coding if size > 1 else None
         nbytes = (2 * numel if room is None else sum(shares)) * dtype.itemsize
+        if coding is not None:
+            nbytes = numel * dtype.itemsize + 2 * size * coding.row_nbytes(shares)
         lease = self._lease(nbytes)
         # What is sent and received, of this rank's share the sum, the mean, and its copy, and a number.
         whole = numel * dtype.itemsize
@@ -293,7 +301,6 @@ class Reduction:
         sent = self._buffers.take(numel, dtype) if on_host else torch.zeros(numel, dtype=dtype, device=place)
         if not on_host:
             self._device.allocated(sent)
-        size = len(next(iter(bucket)).record.holders.members)
         rows, start = sent.view(size, sum(shares)), 0
         for (unit, taken), share in zip(bucket.items(), shares, strict=True):
             pack = _pack if on_host else _pack_on_device
@@ -304,8 +311,8 @@ class Reduction:
         take_mean = self._buffers.take if on_host else self._device.take_host_buffer
         means = [take_mean(share, dtype) for share in shares]
         allocate = self._buffers.take if on_host else partial(_on_device, place)
-        count = self._reducers.ranks.size
-        job = Reducing(names, sent, means, allocate, lease, self._lane, self._device, count)
+        given = means, allocate, lease, self._lane, self._device, self._reducers.ranks.size
+        job = Reducing(names, sent, *given) if coding is None else CodedReducing(names, sent, *given, coding)
         lane.submit(job)
         if room is not None:
             room.leaves(taken_nbytes, job)

@@ -46,6 +46,8 @@ class _UnitPass(Pass):
         super().__init__(unit.record)
         self._base = unit.base
         self._flat = flat
+        self._target: FetchTarget | None = unit
+        """Kept with its memory: what may count that."""
         self._device = device
         self._tile_numel = tile_numel
         self.on_finished.append(self._drop_memory)
@@ -96,7 +98,7 @@ class _UnitPass(Pass):
             self._drop_memory()
 
     def _drop_memory(self) -> None:
-        self._flat = None
+        self._flat = self._target = None
 
 
 class FetchPass(_UnitPass):

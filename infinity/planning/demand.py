@@ -18,6 +18,7 @@ from types import MappingProxyType
 from infinity.errors import HostMemoryError
 from infinity.planning.activations import PeakMoment, Usage, kept_by_budget, peak_moments, usage
 from infinity.planning.budget import Budget, divide, least_budget, least_that, scratch_nbytes
+from infinity.planning.coded import sent_nbytes
 from infinity.planning.forecast import EngineLimits, Moves
 from infinity.planning.layout import RecordSchema, lay_out
 from infinity.planning.outline import Act, Outline, Stage, trace_of
@@ -430,7 +431,9 @@ def _moves(
             state_nbytes=sum(away.values()) - away.get("hi", 0),
             state_fields=len(away.keys() - {"hi"}),
             waiting_nbytes=0 if in_place else sizes.resident[unit],
-            gathered_nbytes=sizes.resident[unit] * (sizes.holders[unit] - 1) // sizes.holders[unit],
+            gathered_nbytes=_of_others(sizes, unit, setting.quantized_weights),
+            reduced_nbytes=_of_others(sizes, unit, setting.quantized_gradients),
+            coded=_is_coded(sizes, setting, unit),
             in_place=in_place,
             trainable=part.trainable and not _is_record(sizes, placement, unit),
             width=sizes.schema.width,
@@ -439,6 +442,18 @@ def _moves(
             spilled_nbytes=of_gradient[-1][1] if of_gradient else 0,
             lodged=placement.get((unit, "hi")) == "device",
         )
+
+
+def _is_coded(sizes: _Sizes, setting: Setting, unit: int) -> bool:
+    """Whether ranks compute with what comes of a unit's coded weights, from which no update can start."""
+    return setting.quantized_weights is not None and sizes.holders[unit] > 1
+
+
+def _of_others(sizes: _Sizes, unit: int, kind: str | None) -> int:
+    """Return the bytes that other ranks send of a unit, in a type that Config names, or as it is."""
+    ranks, width = sizes.holders[unit], sizes.schema.width
+    share = sizes.resident[unit] // width // ranks
+    return (ranks - 1) * sent_nbytes(share, kind, width)
 
 
 def _moved(
@@ -459,7 +474,8 @@ def _moved(
         trainable = outline.parts[unit].trainable
         if outline.parts[unit].idle:
             continue
-        again = setting.update == "backward" and trainable and used_last.get(unit) != "B"
+        starts_there = used_last.get(unit) == "B" and not _is_coded(sizes, setting, unit)
+        again = setting.update == "backward" and trainable and not starts_there
         for name in sizes.schema.fields:
             if (unit, name) in placement or not (trainable or name == "hi"):
                 continue

@@ -56,7 +56,11 @@ class Moves:
     waiting_nbytes: int = 0
     """What it takes of the window while it waits for its use."""
     gathered_nbytes: int = 0
-    """What other ranks send when it is gathered, and its gradient is reduced."""
+    """What other ranks send when it is gathered."""
+    reduced_nbytes: int = 0
+    """What they send when its gradient is reduced."""
+    coded: bool = False
+    """Whether ranks compute with what comes of its coded weights, from which no update can start."""
     in_place: bool = False
     """Whether it computes where it is pinned, or lives."""
     trainable: bool = True
@@ -296,8 +300,8 @@ class _Walk(Residency[_Unit, SimulatedPass]):
     def _bring_gradient(self, unit: _Unit) -> None:
         """Bring a unit's gradient to where it is kept."""
         moves = unit.moves
-        if moves.gathered_nbytes:  # reduced and scattered; later transfers on the link wait behind it
-            self._clock.serve("link", moves.gathered_nbytes, lambda: None)
+        if moves.reduced_nbytes:  # and scattered; later transfers on the link wait behind it
+            self._clock.serve("link", moves.reduced_nbytes, lambda: None)
         if unit.moved or self._limits.update != "backward":  # else it stays where autograd has put it
             self._compute(moves.width * moves.numel / self._rates.copied)
 
@@ -337,6 +341,9 @@ class _Walk(Residency[_Unit, SimulatedPass]):
         fetch = self._gathered(unit, job) if moves.gathered_nbytes else job
         self._lane.submit(job, urgent=urgent)
         return fetch
+
+    def _has_masters(self, unit: _Unit) -> bool:
+        return super()._has_masters(unit) and not unit.moves.coded
 
     def _gathered(self, unit: _Unit, job: SimulatedPass) -> Job:
         """Return a job that is done once the other ranks' shares have come, too."""
@@ -463,12 +470,13 @@ class _DeviceWalk(_Walk):
         """Send a unit's gradient, which the ranks sum before, to host memory when it has been computed."""
         moves, computed = unit.moves, self._device.computing.queued
         self._device.take(moves.waiting_nbytes, self._one_gives_way)
-        unit.leaves(self._device.down.put(moves.width * moves.numel, self._through_link(unit, computed)))
+        summed = self._through_link(moves.reduced_nbytes, computed)
+        unit.leaves(self._device.down.put(moves.width * moves.numel, summed))
         self._device.leaves(moves.waiting_nbytes, unit.left)
 
-    def _through_link(self, unit: _Unit, after: Moment) -> Moment:
+    def _through_link(self, nbytes: int, after: Moment) -> Moment:
         """Have the ranks exchange a unit's values, or its gradient, `after` something; return the end."""
-        nbytes, exchanged = unit.moves.gathered_nbytes, Moment()
+        exchanged = Moment()
         if not nbytes:
             return after
         after.call(lambda: self._clock.serve("link", nbytes, exchanged.end))
@@ -483,7 +491,7 @@ class _DeviceWalk(_Walk):
             left -= 1
             moment = self._device.up.put(nbytes, unit.allocated)
             if not left:
-                unit.comes(self._through_link(unit, moment))
+                unit.comes(self._through_link(unit.moves.gathered_nbytes, moment))
             return moment
 
         return upload

@@ -524,7 +524,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         lent, fetch = residence.lent, residence.fetch
         if fetch is not None and not fetch.done:
             fetch.wait()  # else it would count as current, with values from before the update
-        resident = self._on_host and lent is None and residence.processed
+        resident = self._has_masters(unit) and lent is None and residence.processed
         job = self._make_update(unit, resident=resident)
         job.call_when_done(on_done)
         if not resident:
@@ -540,6 +540,10 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         else:
             self._lend(unit, job)
         return job
+
+    def _has_masters(self, unit: _UnitT) -> bool:
+        """Whether an update can start from the values of a unit that is resident."""
+        return self._on_host
 
     def _lend(self, unit: _UnitT, job: _UpdateT) -> None:
         """Leave the memory of a unit without users to a pass that starts from its values, and releases it."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from infinity.errors import ConfigError
 from infinity.planning.activations import Method
+from infinity.planning.coded import BITS
 from infinity.planning.outline import UnitOutline
 
 
@@ -33,6 +34,9 @@ class Setting:
     """Whether steps are committed, which keeps every record twice."""
     units: str = "module"
     """What is fetched and used together: see Config."""
+    quantized_weights: str | None = None
+    quantized_gradients: str | None = None
+    """In which type ranks send them: see Config."""
     method: Method = field(default_factory=Method)
     """How activations are kept, and of how many tokens."""
 
@@ -65,6 +69,14 @@ class Setting:
             raise ConfigError(f'state_dtype={self.state_dtype!r} goes with dtype="bf16", not {self.dtype!r}')
 
     def _check_ranks(self) -> None:
+        for name, known in (("quantized_weights", ("int8",)), ("quantized_gradients", tuple(BITS))):
+            kind = getattr(self, name)
+            if kind is not None and kind not in known:
+                raise ConfigError(f"{name}={kind!r}: expected {' or '.join(map(repr, known))}, or None")
+            if kind is not None and self.device_nbytes is not None:
+                raise ConfigError(f"{name}={kind!r} with memory of an accelerator: it is for CPUs alone")
+        if self.quantized_weights is not None and self.dtype == "fp32":
+            raise ConfigError('quantized_weights with dtype="fp32": what ranks send would be the masters')
         if self.ranks % self.local_ranks:
             raise ConfigError(
                 f"{self.ranks} ranks, {self.local_ranks} on each machine: expected a whole number of machines"

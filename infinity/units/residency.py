@@ -6,46 +6,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from types import MappingProxyType
-from typing import Protocol
 
 from infinity.device.blocks import Blocks, DeviceBlocks, HostBlocks
 from infinity.device.device import Device, Download
 from infinity.errors import UnsupportedError
 from infinity.lane.fetch import FetchAndUpdatePass, FetchPass, UpdatePass
 from infinity.lane.lane import StreamLane
-from infinity.lane.matrices import MatrixOwners
 from infinity.planning.course import Course
 from infinity.planning.cursor import Cursor
 from infinity.planning.cycle import make_cycle
 from infinity.planning.frequency import Frequencies
-from infinity.planning.plan import Plan, make_plan
+from infinity.planning.plan import make_plan
 from infinity.planning.queue import NO_FETCH, Job
 from infinity.planning.residence import Residency
 from infinity.planning.trace import Phase, Use
 from infinity.storage.memory import Ledger
 from infinity.timeline import Timeline
+from infinity.units.assembler import Assembler
 from infinity.units.changes import COMPARED_EVERY, came_too_late, would_be_lost
 from infinity.units.device_updates import DeviceUpdates, bring_down
 from infinity.units.meeting import MeetingOfRanks
 from infinity.units.routed_layers import RoutedLayers
 from infinity.units.unit import Unit
-
-
-class Assembler(MatrixOwners, Protocol):
-    """What several ranks do together for a unit that is fetched."""
-
-    def assemble(self, unit: Unit, job: Job) -> Job:
-        """Have the ranks put a unit together, of which `job` fetches, or has fetched, this rank's share."""
-
-    def size_buckets(self, window_nbytes: int) -> None:
-        """Note the bytes of units that may wait for their use, of which a part is assembled at once."""
-
-    def spread(self, unit: Unit) -> Job:
-        """Have the ranks that have a unit, which is resident, give it to the others. Every rank calls it."""
-
-    def check(self, plan: Plan) -> None:
-        """See that the ranks have the same plan for what begins. Raises: RanksError naming what differs."""
 
 
 class UnitResidency(Residency[Unit, UpdatePass]):
@@ -144,7 +129,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
             self.release(unit)
         elif self._assembler is not None:  # this rank has all of it, and gives its part once more
             self._lane.wait(fetch)
-            self._lane.wait(self._assembler.assemble(unit, fetch))
+            self._lane.wait(self._assembler.assemble(unit, fetch, unit))
 
     @property
     def routed(self) -> Collection[Unit]:
@@ -355,13 +340,15 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         if refused is not None:
             raise refused
 
-    def hold_aside(self, unit: Unit) -> None:
+    def hold_aside(self, unit: Unit, *, exact: bool = True) -> None:
         """Like `hold`, for a use outside a step (`gathered`). The caller may edit the values, so it gets a
-        copy of them, never those of the record.
+        copy of them, never those of the record. exact: those of the record, where ranks compute with others.
         """
         if not unit.attached:
             self._staying.discard(unit)
-            self.make_resident(unit)
+            by = self._assembler if exact else None
+            with nullcontext() if by is None else by.exactly(partial(self.evict, unit)):
+                self.make_resident(unit)
             if unit.residence.fetch is not None:
                 # The disk may still write what the fetch updated.
                 self._lane.wait(unit.residence.fetch, finished=True)
@@ -440,14 +427,18 @@ class UnitResidency(Residency[Unit, UpdatePass]):
             return self._update_on_device(unit)
         if self._device_updates is not None:
             bring_down(unit, self._device)
+        target = unit if self._assembler is None else self._assembler.target_of(unit)
         job: FetchPass | FetchAndUpdatePass
         if unit.pending:
-            job = FetchAndUpdatePass(unit, self._device, unit.record.tile_numel)
+            job = FetchAndUpdatePass(target, self._device, unit.record.tile_numel)
             job.orthogonalize_by(self._assembler)
         else:
-            job = FetchPass(unit, self._device, unit.record.tile_numel)
+            job = FetchPass(target, self._device, unit.record.tile_numel)
         self._lane.submit(job, urgent=urgent)
-        return job if self._assembler is None else self._assembler.assemble(unit, job)
+        return job if self._assembler is None else self._assembler.assemble(unit, job, target)
+
+    def _has_masters(self, unit: Unit) -> bool:
+        return super()._has_masters(unit) and (self._assembler is None or not self._assembler.rounds(unit))
 
     def _arrived(self, unit: Unit) -> None:
         self._device.arrived(unit.flat)

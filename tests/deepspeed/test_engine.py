@@ -414,7 +414,7 @@ def test_zero_init_takes_deepspeeds_arguments(folder):
         pass
     for arguments, error in (
         ({"mpu": object()}, UnsupportedError),
-        ({"zero_quantized_weights": True}, UnsupportedError),
+        ({"zero_quantized_weights": True, "dtype": torch.float32}, ConfigError),
         ({"remote_device": "nvme"}, ConfigError),
         ({"dtype": torch.float16, "config": config}, ConfigError),
     ):

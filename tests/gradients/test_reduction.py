@@ -73,7 +73,7 @@ def opened(bucket=5 * UNIT, outgoing=1 << 20, units=(), device=HOST):
     lane, share, means = Lane(), OutgoingShare(HOST, Timeline()), Means()
     share.open(outgoing)
     ranks = types.SimpleNamespace(size=2, least=lambda value, _: value)
-    reducers = types.SimpleNamespace(ranks=ranks, reduces=lambda _: lane)
+    reducers = types.SimpleNamespace(ranks=ranks, coding=None, reduces=lambda _: lane)
     reduction = Reduction(
         reducers, lane, device, Ledger(1 << 20), share, deferred=False, bucket_nbytes=bucket
     )

@@ -163,6 +163,36 @@ def test_ranks_share_what_is_stored_and_gather_what_the_others_have():
     assert four.units[0].gathered_nbytes == OUTLINE.parts[0].numel * 2 * 3 // 4
 
 
+def test_ranks_send_codes_and_scales_of_weights_and_gradients_and_updates_read_the_weights_once_more():
+    below = {"ranks": 4, "update": "backward"}
+    plain, coded = (
+        demand(OUTLINE, Setting(128 << 10, **below, **more))
+        for more in ({}, {"quantized_weights": "int8", "quantized_gradients": "int4"})
+    )
+    share = OUTLINE.parts[0].numel // 4
+    assert plain.units[0].gathered_nbytes == plain.units[0].reduced_nbytes == 3 * 2 * share
+    assert coded.units[0].gathered_nbytes == 3 * (share + 4 * -(-share // 256))
+    assert coded.units[0].reduced_nbytes == 3 * (share // 2 + 4 * -(-share // 256))
+    assert coded.units[0].gathered_nbytes < 0.53 * plain.units[0].gathered_nbytes
+    once_more = coded.moved["hi", "read"] - plain.moved["hi", "read"]
+    written = plain.moved["hi", "written"]
+    assert 0.9 * written < once_more <= written, "but where a backward does not use them, as an embedding"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"quantized_weights": "int4"}, "quantized_weights='int4': expected 'int8', or None"),
+        ({"quantized_gradients": "fp8"}, "quantized_gradients='fp8': expected 'int8' or 'int4'"),
+        ({"quantized_gradients": "int8", "device_nbytes": MIB}, "with memory of an accelerator"),
+        ({"quantized_weights": "int8", "dtype": "fp32"}, "would be the masters"),
+    ],
+)
+def test_a_plan_refuses_codes_where_a_run_does(fields, said):
+    with pytest.raises(ConfigError, match=said):
+        Setting(1 << 30, **fields)
+
+
 def test_a_device_holds_what_waits_and_updates_read_the_weights_once_more():
     below = {"update": "backward", "state_dtype": "int8"}  # such records do not live there
     on_device = demand(OUTLINE, Setting(256 << 10, device_nbytes=3 * MIB, **below))

@@ -124,6 +124,17 @@ def test_ranks_wait_for_the_link_too():
     assert pair(gathered, rates=Rates(DISK, link=10.0)).seconds == 8.0 + 4 * 3.0
 
 
+def test_what_ranks_sum_takes_the_link_for_its_own_bytes():
+    def link_s(**moved):
+        moves = Moves(4, hi_nbytes=0, state_nbytes=0, **moved)
+        plan = Plan.parse("open\nF0\nF1\nB1\nB0")
+        limits = EngineLimits(4, 100, 0, 1000)
+        return predict_step(plan, [1.0] * 4, [moves] * 2, limits, Rates(DISK, link=10.0)).busy_s["link"]
+
+    gathers = link_s(gathered_nbytes=40)
+    assert link_s(gathered_nbytes=40, reduced_nbytes=10) == pytest.approx(gathers + 2 * 1.0)
+
+
 # On an accelerator
 
 
