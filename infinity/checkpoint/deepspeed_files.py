@@ -73,6 +73,10 @@ def load_deepspeed(
     folder = Path(folder)
     inventory = Inventory(model, optimizer)
     ranks = inventory.engine.ranks
+    inventory.engine.stages.mesh.check_whole(
+        "a checkpoint of DeepSpeed",
+        "Load it in one process, or on ranks that share data, and infinity.save it: that loads on a mesh",
+    )
     with ranks.together(f"loading {folder}"):
         with ranks.together(f"comparing {folder} with the model"):
             saved = _TagFiles(folder / (tag or (folder / "latest").read_text().strip()))

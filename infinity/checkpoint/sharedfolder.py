@@ -10,10 +10,11 @@ folder ends, and the next save removes it.
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from infinity.checkpoint.atomic import Older, new_folder
@@ -30,29 +31,46 @@ def shared_folder(ranks: Ranks, path: Path, older: Older) -> Iterator[Path]:
     """Give all ranks the same empty folder to fill, which is at `path` after the `with`. Each rank syncs its
     files within the `with`. After an error on any rank nothing is left.
 
-    Raises: as atomic.new_folder; ConfigError if a rank does not see what rank 0 writes; RanksError naming the
+    Raises: as atomic.new_folder; ConfigError if ranks name different folders, or one does not see what rank 0
+    writes; RanksError naming the
     ranks that failed.
     """
     if ranks.size == 1:
         with new_folder(path, older) as filling:
             yield filling
         return
-    nonce = secrets.token_hex(16).encode()
+    nonce = secrets.token_hex(16)
     with ranks.together(f"putting {path} in place"), contextlib.ExitStack() as stack:
-        name = b""
+        name = ""
         with ranks.together(f"making a folder beside {path}"):
             if ranks.rank == 0:
                 filling = stack.enter_context(new_folder(path, older))
-                (filling / _SHARED).write_bytes(nonce)
-                name = filling.name.encode()
-        told = ranks.each(nonce + name, f"meeting beside {path}")[0]
-        filling = path.absolute().parent / told[len(nonce) :].decode()
+                (filling / _SHARED).write_text(nonce)
+                name = filling.name
+        mine = json.dumps([nonce, name, str(path.absolute())]).encode()
+        told = [json.loads(one) for one in ranks.each(mine, "meeting beside a folder")]
+        _check_named([one[2] for one in told])
+        (nonce, name, _), *_ = told
+        filling = path.absolute().parent / name
         with ranks.together(f"looking for rank 0's folder beside {path}"):
-            _check_shared(filling / _SHARED, told[: len(nonce)])
+            _check_shared(filling / _SHARED, nonce.encode())
         if ranks.rank == 0:
             (filling / _SHARED).unlink()
         with ranks.together(f"writing {path}"):
             yield filling
+
+
+def _check_named(paths: Sequence[str]) -> None:
+    """Check that all ranks name one folder: its name, since machines may see file systems at other places.
+
+    Raises: ConfigError, on all ranks.
+    """
+    if len({Path(one).name for one in paths}) > 1:
+        named = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(paths))
+        raise ConfigError(
+            f"the ranks name different folders for what they write together: {named}. Give all of them the "
+            "same, such as one that rank 0 has chosen (torch.distributed.broadcast_object_list)"
+        )
 
 
 def _check_shared(file: Path, expected: bytes) -> None:
