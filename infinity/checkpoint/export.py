@@ -31,7 +31,7 @@ from infinity.checkpoint.inventory import Inventory
 from infinity.checkpoint.peft import SAVE_FIRST, is_adapted, save_adapters
 from infinity.checkpoint.ranges import CHUNK_NUMEL, copied_out, parts
 from infinity.checkpoint.save_load import open_files, read_manifest
-from infinity.checkpoint.sharedfolder import shared_folder
+from infinity.checkpoint.sharedfolder import check_named, shared_folder
 from infinity.engine.engine import Engine, engine_of, engine_of_model
 from infinity.errors import UnsupportedError
 from infinity.planning.layout import RecordSchema
@@ -148,6 +148,7 @@ def write_model(
     whole.check(inventory.engine)
     saved = {unit: whole if dtype else _saved(unit.flat.dtype) for _, unit in inventory.units()}
     ranks = inventory.ranks
+    check_named(ranks, folder, "infinity.save_pretrained")
     inventory.engine.exchange.say_approximated(f"files of weights in {folder}")
     specs, all_names = _specs_of_model(model, inventory, saved)
     if others is not None:

@@ -32,7 +32,7 @@ from infinity.checkpoint.hashed_stream import TensorSource
 from infinity.checkpoint.hub import configuration
 from infinity.checkpoint.inventory import KINDS, Inventory
 from infinity.checkpoint.ranges import buffers, chunks, copied_out, parts
-from infinity.checkpoint.sharedfolder import shared_folder
+from infinity.checkpoint.sharedfolder import check_named, shared_folder
 from infinity.checkpoint.writer import CheckpointWriter
 from infinity.engine.engine import Engine
 from infinity.errors import UnsupportedError
@@ -96,6 +96,7 @@ def save(
     """
     inventory = Inventory(model, optimizer)
     ranks = inventory.ranks
+    check_named(ranks, folder, "infinity.save")
     inventory.engine.stages.check_apart(folder)
     inventory.engine.exchange.say_approximated(f"a checkpoint in {folder}")
     kept: dict[str, torch.Tensor] = {}
@@ -192,6 +193,7 @@ def load(
     folder = Path(folder)
     inventory = Inventory(model, optimizer)
     ranks = inventory.ranks
+    check_named(ranks, folder, "infinity.load")
     with ranks.together(f"loading {folder}"), contextlib.ExitStack() as stack:
         with ranks.together(f"reading {folder / NAME}"):
             manifest = read_manifest(folder)
@@ -250,13 +252,14 @@ def _check_same(manifest: Manifest, ranks: Ranks, folder: Path) -> None:
     """
     if ranks.size == 1:
         return
-    mine = f"{folder.absolute()} ({manifest.digest})"
+    mine = f"{folder.absolute()} (hash {manifest.digest})"
     said = [one.decode() for one in ranks.each(mine.encode(), f"compare {NAME} of all ranks")]
     if len({one.rpartition(" ")[2] for one in said}) > 1:
         named = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(said))
         raise CheckpointError(
-            f"the ranks load different checkpoints (in brackets the hashes of their manifests): {named}. "
-            "Name the same folder on all ranks, on a file system that they share; nothing was loaded"
+            f"the ranks find different manifests of a checkpoint, and nothing was loaded: {named}. Likely "
+            "cause: the folder is not on a file system that they share, and one has an older copy. Copy the "
+            "same checkpoint to all machines, or name a folder that they share"
         )
 
 

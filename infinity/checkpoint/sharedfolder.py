@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from infinity.checkpoint.atomic import Older, new_folder
@@ -31,8 +32,7 @@ def shared_folder(ranks: Ranks, path: Path, older: Older) -> Iterator[Path]:
     """Give all ranks the same empty folder to fill, which is at `path` after the `with`. Each rank syncs its
     files within the `with`. After an error on any rank nothing is left.
 
-    Raises: as atomic.new_folder; ConfigError if ranks name different folders, or one does not see what rank 0
-    writes; RanksError naming the
+    Raises: as atomic.new_folder; ConfigError if a rank does not see what rank 0 writes; RanksError naming the
     ranks that failed.
     """
     if ranks.size == 1:
@@ -47,10 +47,8 @@ def shared_folder(ranks: Ranks, path: Path, older: Older) -> Iterator[Path]:
                 filling = stack.enter_context(new_folder(path, older))
                 (filling / _SHARED).write_text(nonce)
                 name = filling.name
-        mine = json.dumps([nonce, name, str(path.absolute())]).encode()
-        told = [json.loads(one) for one in ranks.each(mine, "meeting beside a folder")]
-        _check_named([one[2] for one in told])
-        (nonce, name, _), *_ = told
+        told = ranks.each(json.dumps([nonce, name]).encode(), f"meeting beside {path}")
+        nonce, name = json.loads(told[0])
         filling = path.absolute().parent / name
         with ranks.together(f"looking for rank 0's folder beside {path}"):
             _check_shared(filling / _SHARED, nonce.encode())
@@ -60,16 +58,17 @@ def shared_folder(ranks: Ranks, path: Path, older: Older) -> Iterator[Path]:
             yield filling
 
 
-def _check_named(paths: Sequence[str]) -> None:
-    """Check that all ranks name one folder: its name, since machines may see file systems at other places.
+def check_named(ranks: Ranks, folder: str | os.PathLike[str], what: str) -> None:
+    """Check that all ranks name one folder, for `what` they are about to do with it.
 
-    Raises: ConfigError, on all ranks.
+    Raises: ConfigError, on all of them, naming each one's.
     """
-    if len({Path(one).name for one in paths}) > 1:
-        named = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(paths))
+    said = ranks.each(os.fsencode(folder), what)
+    if len({*said}) > 1:
+        named = "; ".join(f"rank {rank}: {os.fsdecode(one)}" for rank, one in enumerate(said))
         raise ConfigError(
-            f"the ranks name different folders for what they write together: {named}. Give all of them the "
-            "same, such as one that rank 0 has chosen (torch.distributed.broadcast_object_list)"
+            f"{what}: the ranks name different folders: {named}. Give all of them the same, such as the one "
+            "that rank 0 chooses (torch.distributed.broadcast_object_list)"
         )
 
 

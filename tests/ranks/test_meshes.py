@@ -32,9 +32,9 @@ DIVIDED = [
     "bf16, stage 1, max_norm",
 ]
 LAUNCHES = {
-    "tp 2": (2, 1, [*EXACT, "wrong", "states", "overflow", "edits"]),
+    "tp 2": (2, 1, [*EXACT, "wrong", "states", "overflow", "edits", "saves"]),
     "more": (2, 1, [*MORE, "saved by dcp", "reduced by hand"]),
-    "dp 2 x tp 2": (4, 2, [*DIVIDED, "wrong", "states", "overflow", "edits", "saved by dcp"]),
+    "dp 2 x tp 2": (4, 2, [*DIVIDED, "wrong", "states", "overflow", "edits", "saves", "saved by dcp"]),
 }
 """Ranks, how many of them have different data, and cases of each launch."""
 
@@ -111,10 +111,6 @@ def test_uses_of_a_distributed_parameter_that_would_be_lost_are_refused(answers,
     for one in answers(launch, case):
         assert "what is given for it an ordinary tensor" in one["assigned"]
         assert "what is given for it an ordinary tensor" in one["plain state"]
-        for call in ("save", "load", "save_pretrained"):
-            assert one[call].startswith(
-                "UnsupportedError: a checkpoint, or an export: the model is on a mesh"
-            )
         assert one["released"].startswith("NotResidentError: parameter 'part0' is not resident")
         assert one["in place"].startswith("NotResidentError: parameter 'part0' is not resident")
         assert "inside `with infinity.Init(mesh=" in one["parallelized later"]
@@ -144,6 +140,31 @@ def test_an_edit_by_hand_is_kept_whole_or_refused(answers, launch, case):
 def test_an_overflow_of_one_rank_leaves_the_step_out_on_all(answers, launch, case):
     for one in answers(launch, case):
         assert one == {"scales": [256.0, 128.0, 128.0, 256.0], "steps": [3]}
+
+
+@pytest.mark.parametrize(("launch", "case"), of("saves"))
+def test_a_checkpoint_loads_on_any_mesh_and_without_one(answers, launch, case):
+    for one in answers(launch, case):
+        assert one["wrong"] == []
+
+
+@pytest.mark.parametrize(("launch", "case"), of("saves"))
+def test_a_checkpoint_that_cannot_be_loaded_or_saved_is_refused_on_all_ranks_alike(answers, launch, case):
+    ranks, given = LAUNCHES[launch][0], answers(launch, case)
+    assert all(one == given[0] for one in given)
+    one = given[0]
+    assert "infinity.save: the ranks name different folders: rank 0: " in one["other folders"]
+    assert one["left"] == []
+    assert "infinity.load: the ranks name different folders: rank 0: " in one["other folder"]
+    assert "the ranks find different manifests of a checkpoint" in one["other manifests"]
+    assert f"rank {ranks - 1}: " in one["other manifests"]
+    assert one["no checkpoint"].startswith("FileNotFoundError: [Errno 2] there is no such folder")
+    assert one["another model"].startswith("CheckpointError: ")
+    assert "nothing was loaded" in one["another model"]
+    assert "of another shape or type: embedding.weight: F32 [61, 64], expected F32 [8, 64]" in one["shapes"]
+    assert f"TensorFileError: {one['folder']}/moments-rank0000{ranks - 1}-00001.safetensors: " in one["cut"]
+    assert f"{one['folder']}/manifest.json: the manifest cannot be read" in one["cut manifest"]
+    assert not one["changed"]
 
 
 @pytest.mark.parametrize(("launch", "case"), of("saved by dcp"))

@@ -29,6 +29,7 @@ from answers import answer_all
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import recipe as reference
 from mesh_edits import edits
+from mesh_saves import saves
 
 VOCABULARY, WIDTH, TOKENS, BATCH = 61, 64, 7, 2
 COMPUTES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -418,9 +419,6 @@ def wrong(place):
         "pipeline": refused(lambda: told(mesh=mesh, data="dp", pipeline_group=flat)),
         "assigned": saved(assign),
         "plain state": saved(lambda model, _: model.load_state_dict({"part0": whole})),
-        "save": saved(lambda model, optimizer: infinity.save(model, optimizer, f"{place.folder}/saved")),
-        "load": saved(lambda model, optimizer: infinity.load(model, optimizer, f"{place.folder}/saved")),
-        "save_pretrained": saved(lambda model, _: infinity.save_pretrained(model, f"{place.folder}/out")),
         "muon": refused(lambda: infinity.Muon(held(place, sharded).parameters())),
         "released": saved(lambda model, _: model.part0.full_tensor()),
         "in place": saved(lambda model, _: model.part0.add_(1)),
@@ -557,6 +555,7 @@ def saved_by_dcp(place):
 
 
 SPECIAL = {
+    "saves": lambda place: saves(place, sys.modules[__name__]),
     "edits": edits,
     "reduced by hand": reduced_by_hand,
     "saved by dcp": saved_by_dcp,

@@ -1,0 +1,183 @@
+"""What ranks of a mesh save, and load on it, on other meshes and without one: cases of mesh_run.py."""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed.tensor import DTensor
+
+import infinity
+from infinity.engine.engine import engine_of
+from infinity.tensors import as_bytes
+from mesh_edits import error_of
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def state(model, optimizer):
+    """Return the hash of every master and moment, whole, and the steps made."""
+    found = {}
+    for name, one in model.named_parameters():
+        fields = ["master", "m", "v"] if optimizer.state.get(one) else ["master"]
+        read = engine_of(one).parameters.read(one, fields)
+        found[name] = [xxhash.xxh3_64_hexdigest(as_bytes(whole(values))) for values in read]
+    found["steps"] = sorted({int(one["step"]) for one in optimizer.state.values()})
+    return found
+
+
+def told(model, optimizer, go_on):
+    """Return what a training loses and measures in its next steps."""
+    losses, norms = go_on(model, optimizer)
+    return [losses, norms, state(model, optimizer)]
+
+
+class Saves:
+    """One training, saved on its mesh, and what loads it."""
+
+    def __init__(self, place, mesh_run, *options, **settings):
+        self.place, self.mesh_run = place, mesh_run
+        self.options, self.settings = options, {"dtype": "bf16", **settings}
+
+    def start(self, place=None, **more):
+        """Build on a mesh."""
+        model = self.mesh_run.offloaded(place or self.place, *self.options, **{**self.settings, **more})
+        return model, self.optimizer(model)
+
+    def start_alone(self, **more):
+        """Build on the ranks that share data, without tensor parallelism."""
+        place = self.place
+        with infinity.Init(**{"process_group": place.data, "nvme": place.folder, **self.settings, **more}):
+            model = self.mesh_run.MeshModel()
+        return model, self.optimizer(model)
+
+    def optimizer(self, model):
+        return infinity.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+    def train(self, first, steps, place=None):
+        def go_on(model, optimizer):
+            clip = lambda: torch.nn.utils.clip_grad_norm_(list(model.parameters()), 0.5)  # noqa: E731
+            return self.mesh_run.train(
+                place or self.place, model, optimizer, steps=steps, first=first, clip=clip
+            )
+
+        return go_on
+
+
+def saves(place, mesh_run):
+    """Save, go on; load on the same mesh, on other ranks, and back; return what is not as it should be."""
+    one, wrong = Saves(place, mesh_run, "replicated", "taken in"), []
+    folder, rank = Path(place.folder, "mesh-saved"), dist.get_rank()
+
+    def check(what, holds):
+        wrong.extend([] if holds else [what])
+
+    model, optimizer = one.start(host_memory=mesh_run.TIGHT)
+    one.train(0, 2)(model, optimizer)
+    saved = state(model, optimizer)
+    torch.manual_seed(50 + rank)
+    infinity.save(model, optimizer, folder, extra={"rank": torch.tensor(rank)})
+    drawn = torch.rand(3)
+    infinity.save_pretrained(model, f"{folder}-hub", max_shard_size="90kB")
+    infinity.save_pretrained(model, f"{folder}-fp32", torch.float32)
+    went_on = told(model, optimizer, one.train(2, 2))
+
+    model, optimizer = one.start(host_memory=mesh_run.WIDE)
+    one.train(0, 1)(model, optimizer)
+    torch.manual_seed(9)
+    extra = infinity.load(model, optimizer, folder)
+    check("extra", int(extra["rank"]) == rank)
+    check("generators", torch.equal(torch.rand(3), drawn))
+    check("state on the same mesh", state(model, optimizer) == saved)
+    check("steps on the same mesh", told(model, optimizer, one.train(2, 2)) == went_on)
+
+    model, optimizer = one.start_alone(host_memory=mesh_run.WIDE)
+    extra = infinity.load(model, optimizer, folder)
+    check("state without a mesh", state(model, optimizer) == saved)
+    first = int(place.mesh.mesh[place.data.get_local_rank(), 0])  # of those that had these data
+    check("extra without a mesh", int(extra["rank"]) == first)
+    back = f"{folder}-alone-{place.tensor.get_local_rank()}"
+    infinity.save(model, optimizer, back)
+    infinity.save_pretrained(model, f"{back}-hub", max_shard_size="90kB")
+    infinity.save_pretrained(model, f"{back}-fp32", torch.float32)
+    dist.barrier()
+    for kind in ("hub", "fp32"):
+        names = sorted(path.name for path in Path(f"{back}-{kind}").iterdir())
+        check(f"names of {kind}", names == sorted(path.name for path in Path(f"{folder}-{kind}").iterdir()))
+        for name in names:
+            same = Path(f"{back}-{kind}", name).read_bytes() == Path(f"{folder}-{kind}", name).read_bytes()
+            check(f"{kind} of {name}", same)
+
+    if place.data.size() > 1:
+        across = mesh_run.Place(place.folder, 1)  # all tensor parallel
+        model, optimizer = one.start(across, nvme=place.folder)
+        infinity.load(model, optimizer, folder)
+        check("state on another mesh", state(model, optimizer) == saved)
+        check("trains on another mesh", told(model, optimizer, one.train(2, 1, across))[2]["steps"] == [3])
+
+    model, optimizer = one.start()
+    infinity.load(model, optimizer, f"{folder}-alone-0")
+    check("state from without a mesh", state(model, optimizer) == saved)
+    check("steps from without a mesh", told(model, optimizer, one.train(2, 2))[2:] == went_on[2:])
+    check("pieces", pieces_of(folder) == dist.get_world_size())
+    return {"wrong": wrong, **refusals(one, model, optimizer, folder)}
+
+
+def load_own(model, optimizer, folder):
+    """Load by a name under which each rank finds a checkpoint of its own."""
+    here = Path.cwd()
+    own = folder.parent / f"own-{dist.get_rank()}"
+    own.mkdir()
+    (own / "saved").symlink_to(folder if dist.get_rank() else f"{folder}-alone-0")
+    os.chdir(own)
+    try:
+        infinity.load(model, optimizer, "saved")
+    finally:
+        os.chdir(here)
+
+
+def pieces_of(folder):
+    """Return how many ranks have written weights."""
+    return len({path.name.split("-")[1] for path in folder.glob("weights-*")})
+
+
+def refusals(one, model, optimizer, folder):
+    """Return the errors of what cannot be loaded or saved; the model stays as it is."""
+    rank = dist.get_rank()
+    before = state(model, optimizer)
+
+    def other(layer):
+        with infinity.Init(mesh=one.place.mesh, data="dp", nvme=one.place.folder, **one.settings) as init:
+            changed = torch.nn.ModuleDict({"embedding": layer})
+            init.take_in(changed)
+        infinity.load(changed, None, folder)
+
+    answer = {
+        "other folders": error_of(lambda: infinity.save(model, optimizer, f"{folder}-by-{rank}")),
+        "other folder": error_of(
+            lambda: infinity.load(model, optimizer, folder if rank else f"{folder}-alone-0")
+        ),
+        "other manifests": error_of(lambda: load_own(model, optimizer, folder)),
+        "no checkpoint": error_of(lambda: infinity.load(model, optimizer, f"{folder}-none")),
+        "another model": error_of(lambda: other(torch.nn.Linear(4, 4))),
+        "shapes": error_of(lambda: other(torch.nn.Embedding(8, 64))),
+        "folder": str(folder),
+    }
+    dist.barrier()
+    last = max(folder.glob("moments-*"))
+    if rank == 0:
+        os.truncate(last, last.stat().st_size // 2)
+    dist.barrier()
+    answer["cut"] = error_of(lambda: infinity.load(model, optimizer, folder))
+    manifest = folder / "manifest.json"
+    dist.barrier()
+    if rank == 0:
+        manifest.write_text(manifest.read_text()[:-1000])
+    dist.barrier()
+    answer["cut manifest"] = error_of(lambda: infinity.load(model, optimizer, folder))
+    answer["changed"] = state(model, optimizer) != before
+    answer["left"] = [path.name for path in folder.parent.glob(f"{folder.name}-by-*")]
+    return answer
