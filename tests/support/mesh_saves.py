@@ -5,12 +5,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.tensor import DTensor
 
 import infinity
 from infinity.engine.engine import engine_of
-from infinity.tensors import as_bytes
+from infinity.tensors import as_bytes, local
 from mesh_edits import error_of
 
 
@@ -94,10 +95,12 @@ def saves(place, mesh_run):
     check("state on the same mesh", state(model, optimizer) == saved)
     check("steps on the same mesh", told(model, optimizer, one.train(2, 2)) == went_on)
 
+    check("dcp over the mesh", not unlike_dcp(model, optimizer, folder))
     model, optimizer = one.start_alone(host_memory=mesh_run.WIDE)
     extra = infinity.load(model, optimizer, folder)
     check("state without a mesh", state(model, optimizer) == saved)
     first = int(place.mesh.mesh[place.data.get_local_rank(), 0])  # of those that had these data
+    check("dcp without a mesh", not unlike_dcp(model, optimizer, folder, went_on=False))
     check("extra without a mesh", int(extra["rank"]) == first)
     back = f"{folder}-alone-{place.tensor.get_local_rank()}"
     infinity.save(model, optimizer, back)
@@ -137,6 +140,21 @@ def load_own(model, optimizer, folder):
         infinity.load(model, optimizer, "saved")
     finally:
         os.chdir(here)
+
+
+def unlike_dcp(model, optimizer, folder, *, went_on=True):
+    """Return the tensors that torch.distributed.checkpoint reads otherwise than infinity.load, into DTensors
+    where the model has some. went_on: the model has changed since: it is loaded first.
+    """
+    if went_on:
+        infinity.load(model, optimizer, folder)
+    expected, found = {}, {}
+    for name, one in model.named_parameters():
+        for key, field in (("", "master"), ("exp_avg.", "m"), ("exp_avg_sq.", "v")):
+            (expected[key + name],) = engine_of(one).parameters.read(one, [field])
+            found[key + name] = torch.zeros_like(expected[key + name])
+    dcp.load(found, storage_reader=infinity.CheckpointReader(folder))
+    return [name for name, one in expected.items() if not torch.equal(local(one), local(found[name]))]
 
 
 def pieces_of(folder):
