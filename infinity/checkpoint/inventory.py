@@ -36,8 +36,11 @@ _TYPES = {
 class Inventory:
     """A model's offloaded parameters by unit, its other tensors by name, and its optimizer's state."""
 
-    def __init__(self, model: nn.Module, optimizer: OffloadedOptimizer | None) -> None:
-        """Take stock of a model built in Init.
+    def __init__(
+        self, model: nn.Module, optimizer: OffloadedOptimizer | None, *, by_name: bool = True
+    ) -> None:
+        """Take stock of a model built in Init. by_name: for files that have whole tensors by their names, of
+        which this rank may have a box.
 
         Raises: ValueError for a model that was not, and for parameters of `optimizer` that are not in it;
         UnsupportedError for a module with extra state, or an incomplete model; TypeError for another kind of
@@ -49,9 +52,10 @@ class Inventory:
                 "save one of torch's optimizers by its state_dict()"
             )
         self.optimizer = optimizer
+        self._by_name = by_name
         self.engine = engine_of_model(model)
         self._mesh = self.engine.stages.mesh
-        self.ranks = self._mesh.everyone(self.engine.ranks)
+        self.ranks = self.engine.stages.everyone
         """All that save and load together: of a mesh, those of all its dimensions."""
         self.stacks = Stacks(model, blocks=self.engine.schema.state_dtype == "int8")
         """Which parameters are slices, and of what, in checkpoints: with moments in blocks, slices have to be
@@ -102,7 +106,7 @@ class Inventory:
 
         Raises: UnsupportedError for those of a DTensor that files could not name.
         """
-        box = box_of(tensor, name)
+        box = box_of(tensor, name) if self._by_name else all_of(tensor.shape)
         if box == all_of(tensor.shape):
             return
         self._boxes[name], self._shapes[name] = box, tuple(tensor.shape)

@@ -91,22 +91,15 @@ def _seen_from(
 class MeshRanks:
     """The ranks beside those that share an engine's data: see [Note: a mesh]; none where there is no mesh."""
 
-    def __init__(
-        self, of: DataOfMesh | None = None, ranks: Ranks = ALONE, everyone: Ranks | None = None
-    ) -> None:
-        """Know the ranks beside this one, which `ranks` connects, and all of the mesh, as `everyone` does."""
+    def __init__(self, of: DataOfMesh | None = None, ranks: Ranks = ALONE) -> None:
+        """Know the ranks beside this one, which `ranks` connects."""
         self._of = of
         self.ranks = ranks
-        self._everyone = everyone
 
     @property
     def several(self) -> bool:
         """Whether there are ranks beside."""
         return self.ranks.size > 1
-
-    def everyone(self, ranks: Ranks) -> Ranks:
-        """Return the ranks of all dimensions; those that share data, `ranks`, where there are no others."""
-        return self._everyone or ranks
 
     def totals(self, values: Sequence[float], what: str) -> list[float]:
         """Return the sums over the ranks beside, added in their order; each gives what `share` said."""
@@ -241,14 +234,14 @@ def _opened(members: Sequence[int], device: str, timeout_s: float) -> Ranks:
     return Ranks(members, list(members).index(dist.get_rank()), backend, timeout_s, placed(device))
 
 
-def open_mesh(of: DataOfMesh, device: str, timeout_s: float) -> tuple[Ranks, MeshRanks]:
-    """Connect the ranks that share data, and those beside. All of them divide their machine's memory."""
+def open_mesh(of: DataOfMesh, device: str, timeout_s: float) -> tuple[Ranks, MeshRanks, Ranks]:
+    """Connect the ranks that share data, those beside, and all of both, which divide their machine's memory."""
     ranks = _opened(of.data, device, timeout_s)
     beside = _opened(of.beside, device, timeout_s)
     if beside.size == 1:
-        return ranks, MeshRanks(of, beside)
+        return ranks, MeshRanks(of, beside), ranks
     everyone = _opened(of.everyone, device, timeout_s) if ranks.size > 1 else beside
     everyone.prepare_as(ranks)
     ranks.share_machine(beside)
     ranks.closing += [everyone.close, beside.close] if ranks.size > 1 else [beside.close]
-    return ranks, MeshRanks(of, beside, everyone)
+    return ranks, MeshRanks(of, beside), everyone

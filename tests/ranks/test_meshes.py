@@ -32,7 +32,7 @@ DIVIDED = [
     "bf16, stage 1, max_norm",
 ]
 LAUNCHES = {
-    "tp 2": (2, 1, [*EXACT, "wrong", "states", "overflow", "edits", "saves"]),
+    "tp 2": (2, 1, [*EXACT, "wrong", "states", "overflow", "edits", "saves", "durable"]),
     "more": (2, 1, [*MORE, "saved by dcp", "reduced by hand"]),
     "dp 2 x tp 2": (4, 2, [*DIVIDED, "wrong", "states", "overflow", "edits", "saves", "saved by dcp"]),
 }
@@ -101,7 +101,6 @@ def test_what_no_mesh_can_have_is_refused_by_name_on_all_ranks(answers, launch, 
         assert one["without"].startswith("ConfigError: Init(data='dp') goes with mesh=")
         assert one["both"].startswith("ConfigError: Init(data='dp') goes with mesh=")
         assert "whose dimensions have names" in one["unnamed"]
-        assert one["durable"].startswith("ConfigError: durable=True with a mesh")
         assert one["pipeline"].startswith("ConfigError: mesh and pipeline_group have ranks [")
         assert "Muon needs the whole matrix" in one["muon"]
 
@@ -165,6 +164,12 @@ def test_a_checkpoint_that_cannot_be_loaded_or_saved_is_refused_on_all_ranks_ali
     assert f"TensorFileError: {one['folder']}/moments-rank0000{ranks - 1}-00001.safetensors: " in one["cut"]
     assert f"{one['folder']}/manifest.json: the manifest cannot be read" in one["cut manifest"]
     assert not one["changed"]
+
+
+@pytest.mark.parametrize(("launch", "case"), of("durable"))
+def test_a_durable_run_and_a_snapshot_of_it_go_on_on_their_mesh(answers, launch, case):
+    for one in answers(launch, case):
+        assert one == {"wrong": []}
 
 
 @pytest.mark.parametrize(("launch", "case"), of("saved by dcp"))

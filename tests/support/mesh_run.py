@@ -29,7 +29,7 @@ from answers import answer_all
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import recipe as reference
 from mesh_edits import edits
-from mesh_saves import saves
+from mesh_saves import durable, saves
 
 VOCABULARY, WIDTH, TOKENS, BATCH = 61, 64, 7, 2
 COMPUTES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -415,7 +415,6 @@ def wrong(place):
         "without": refused(lambda: told(data="dp")),
         "both": refused(lambda: told(mesh=mesh, data="dp", process_group=place.data)),
         "unnamed": refused(lambda: told(mesh=DeviceMesh("cpu", list(range(ranks))), data=())),
-        "durable": refused(lambda: told(mesh=mesh, data="dp", durable=True)),
         "pipeline": refused(lambda: told(mesh=mesh, data="dp", pipeline_group=flat)),
         "assigned": saved(assign),
         "plain state": saved(lambda model, _: model.load_state_dict({"part0": whole})),
@@ -555,6 +554,7 @@ def saved_by_dcp(place):
 
 
 SPECIAL = {
+    "durable": lambda place: durable(place, sys.modules[__name__]),
     "saves": lambda place: saves(place, sys.modules[__name__]),
     "edits": edits,
     "reduced by hand": reduced_by_hand,

@@ -157,6 +157,28 @@ def unlike_dcp(model, optimizer, folder, *, went_on=True):
     return [name for name, one in expected.items() if not torch.equal(local(one), local(found[name]))]
 
 
+def durable(place, mesh_run):
+    """Commit steps, copy the run, and go on from the copy; return what is not as in a run of one life."""
+    one, wrong = Saves(place, mesh_run, dtype="fp32", host_memory=mesh_run.TIGHT), []
+    model, optimizer = one.start()
+    one.train(0, 2)(model, optimizer)
+    expected = told(model, optimizer, one.train(2, 1))
+    run = Path(place.folder, "mesh-run")
+    run.mkdir(exist_ok=True)
+    model, optimizer = one.start(durable=True, nvme=str(run))
+    if infinity.resume(model, optimizer) != 0:
+        wrong.append("a new run has steps")
+    one.train(0, 2)(model, optimizer)
+    infinity.commit(model)
+    infinity.snapshot(model, f"{run}-copied").wait()
+    model, optimizer = one.start(durable=True, nvme=f"{run}-copied")
+    if infinity.resume(model, optimizer) != 2:
+        wrong.append("steps of the copy")
+    if told(model, optimizer, one.train(2, 1)) != expected:
+        wrong.append("the copy goes on otherwise")
+    return {"wrong": wrong}
+
+
 def pieces_of(folder):
     """Return how many ranks have written weights."""
     return len({path.name.split("-")[1] for path in folder.glob("weights-*")})
