@@ -95,7 +95,7 @@ def _check_fits(saved: _TagFiles, inventory: Inventory) -> tuple[Iterable[str], 
     found += compare(saved.buffers(), plains, "buffers")
     optimizer = inventory.optimizer
     moments = saved.moments() if optimizer is not None else None
-    if optimizer is not None and moments is not None and not _has_adams(optimizer):
+    if optimizer is not None and moments is not None and not has_adams(optimizer):
         kind = type(optimizer).__name__
         found.append(f"it has Adam's moments, but the optimizer is {kind}; give AdamW or Adam, or None")
     if found:
@@ -103,7 +103,7 @@ def _check_fits(saved: _TagFiles, inventory: Inventory) -> tuple[Iterable[str], 
     return plains, moments
 
 
-def _has_adams(optimizer: OffloadedOptimizer) -> bool:
+def has_adams(optimizer: OffloadedOptimizer) -> bool:
     """Whether an optimizer keeps Adam's moments of all its parameters."""
     return all({"m", "v"} <= set(optimizer.recipe_in(group).state) for group in optimizer.param_groups)
 

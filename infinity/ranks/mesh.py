@@ -235,7 +235,7 @@ def _opened(members: Sequence[int], device: str, timeout_s: float) -> Ranks:
 
 
 def open_mesh(of: DataOfMesh, device: str, timeout_s: float) -> tuple[Ranks, MeshRanks, Ranks]:
-    """Connect the ranks that share data, those beside, and all of both, which divide their machine's memory."""
+    """Connect the ranks that share data, those beside, and all of both. All divide their machine's memory."""
     ranks = _opened(of.data, device, timeout_s)
     beside = _opened(of.beside, device, timeout_s)
     if beside.size == 1:

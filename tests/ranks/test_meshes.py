@@ -31,10 +31,11 @@ DIVIDED = [
     "fp32, replicated, taken in, looked at, clip_grad_norm_",
     "bf16, stage 1, max_norm",
 ]
+BOTH = ["wrong", "states", "overflow", "edits", "saves", "durable"]
 LAUNCHES = {
-    "tp 2": (2, 1, [*EXACT, "wrong", "states", "overflow", "edits", "saves", "durable"]),
-    "more": (2, 1, [*MORE, "saved by dcp", "reduced by hand"]),
-    "dp 2 x tp 2": (4, 2, [*DIVIDED, "wrong", "states", "overflow", "edits", "saves", "saved by dcp"]),
+    "tp 2": (2, 1, [*EXACT, *BOTH]),
+    "more": (2, 1, [*MORE, "saved by dcp", "loaded from dcp", "reduced by hand"]),
+    "dp 2 x tp 2": (4, 2, [*DIVIDED, *BOTH, "saved by dcp", "loaded from dcp"]),
 }
 """Ranks, how many of them have different data, and cases of each launch."""
 
@@ -176,6 +177,16 @@ def test_a_durable_run_and_a_snapshot_of_it_go_on_on_their_mesh(answers, launch,
 def test_checkpoints_of_torch_have_the_whole_model(answers, launch, case):
     for one in answers(launch, case):
         assert one == {"lost": [], "goes on": True}
+
+
+@pytest.mark.parametrize(("launch", "case"), of("loaded from dcp"))
+def test_checkpoints_of_torch_load_on_any_mesh_with_the_moments(answers, launch, case):
+    for one in answers(launch, case):
+        assert one["lost"] == []
+        assert "Adam's moments are loaded into AdamW or Adam, and the optimizer is SGD" in one["kind"]
+        assert "FileNotFoundError" in one["none"]
+        assert one["fits"].startswith("CheckpointError: ")
+        assert "0.norms.0.weight" in one["fits"]
 
 
 @pytest.mark.parametrize(("launch", "case"), of("reduced by hand"))

@@ -1,12 +1,14 @@
 """What ranks of a mesh save, and load on it, on other meshes and without one: cases of mesh_run.py."""
 
 import os
+import types
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor
 
 import infinity
@@ -177,6 +179,56 @@ def durable(place, mesh_run):
     if told(model, optimizer, one.train(2, 1)) != expected:
         wrong.append("the copy goes on otherwise")
     return {"wrong": wrong}
+
+
+def loaded_from_dcp(place, mesh_run):
+    """Train in memory, and offloaded; save with torch.distributed.checkpoint, and load that on a mesh and
+    without one; return what is lost.
+    """
+    one, lost, folder = Saves(place, mesh_run, dtype="fp32", host_memory=mesh_run.WIDE), [], place.folder
+    plain = mesh_run.made(place)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.01, foreach=False)
+    same = types.SimpleNamespace(batch=lambda step: torch.full((2, 7), 3 + step))
+    mesh_run.train(same, plain, theirs, steps=2)
+    weights, moments = get_state_dict(plain, theirs)
+    dcp.save({"model": weights, "optim": moments}, checkpoint_id=f"{folder}/theirs")
+    dist.barrier()
+    expected = {name: [local(parameter)] for name, parameter in plain.named_parameters()}
+    for name, of in moments["state"].items():
+        expected[name] += [local(of["exp_avg"]), local(of["exp_avg_sq"])]
+
+    def fields(model):
+        return {
+            name: list(map(local, engine_of(p).parameters.read(p, ["master", "m", "v"])))
+            for name, p in model.named_parameters()
+        }
+
+    def different(found, wanted):
+        return [
+            name
+            for name, values in wanted.items()
+            for mine, other in zip(found[name], values, strict=True)
+            if not torch.equal(mine, other)
+        ]
+
+    model, optimizer = one.start()
+    infinity.load_dcp(model, optimizer, f"{folder}/theirs")
+    lost += different(fields(model), expected)
+    lost += ["steps"] * (state(model, optimizer)["steps"] != [2])
+    one.train(2, 1)(model, optimizer)
+    ours = {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
+    dcp.save(ours, checkpoint_id=f"{folder}/ours")
+    saved = state(model, optimizer)
+    alone, other = one.start_alone()
+    infinity.load_dcp(alone, other, f"{folder}/ours")
+    lost += ["of ours"] * (state(alone, other) != saved)
+    sgd = infinity.SGD(alone.parameters())
+    return {
+        "lost": lost,
+        "kind": error_of(lambda: infinity.load_dcp(alone, sgd, f"{folder}/ours")),
+        "none": error_of(lambda: infinity.load_dcp(alone, other, f"{folder}/run")),
+        "fits": error_of(lambda: infinity.load_dcp(alone.blocks, None, f"{folder}/ours")),
+    }
 
 
 def pieces_of(folder):
