@@ -34,7 +34,7 @@ DIVIDED = [
 BOTH = ["wrong", "states", "overflow", "edits", "saves", "durable"]
 LAUNCHES = {
     "tp 2": (2, 1, [*EXACT, *BOTH]),
-    "more": (2, 1, [*MORE, "saved by dcp", "loaded from dcp", "reduced by hand"]),
+    "more": (2, 1, [*MORE, "exported", "saved by dcp", "loaded from dcp", "reduced by hand"]),
     "dp 2 x tp 2": (4, 2, [*DIVIDED, *BOTH, "saved by dcp", "loaded from dcp"]),
 }
 """Ranks, how many of them have different data, and cases of each launch."""
@@ -165,6 +165,9 @@ def test_a_checkpoint_that_cannot_be_loaded_or_saved_is_refused_on_all_ranks_ali
     assert f"TensorFileError: {one['folder']}/moments-rank0000{ranks - 1}-00001.safetensors: " in one["cut"]
     assert f"{one['folder']}/manifest.json: the manifest cannot be read" in one["cut manifest"]
     assert not one["changed"]
+    assert "state_dtype='int8' keeps moments in blocks of 256 elements of that part" in one["int8"]
+    assert one["adapters"].startswith("UnsupportedError: files of adapters: the model is on a mesh")
+    assert one["deepspeed"].startswith("UnsupportedError: a checkpoint of DeepSpeed: the model is on a mesh")
 
 
 @pytest.mark.parametrize(("launch", "case"), of("durable"))
@@ -179,14 +182,21 @@ def test_checkpoints_of_torch_have_the_whole_model(answers, launch, case):
         assert one == {"lost": [], "goes on": True}
 
 
+@pytest.mark.parametrize(("launch", "case"), of("exported"))
+def test_a_model_that_transformers_divides_is_exported_as_by_ranks_that_have_it_whole(answers, launch, case):
+    for one in answers(launch, case):
+        assert one == {"different": [], "names": True}
+
+
 @pytest.mark.parametrize(("launch", "case"), of("loaded from dcp"))
 def test_checkpoints_of_torch_load_on_any_mesh_with_the_moments(answers, launch, case):
     for one in answers(launch, case):
         assert one["lost"] == []
         assert "Adam's moments are loaded into AdamW or Adam, and the optimizer is SGD" in one["kind"]
         assert "FileNotFoundError" in one["none"]
+        assert "has no moments (NAME.exp_avg)" in one["no moments"]
         assert one["fits"].startswith("CheckpointError: ")
-        assert "0.norms.0.weight" in one["fits"]
+        assert "embedding.bias" in one["fits"]
 
 
 @pytest.mark.parametrize(("launch", "case"), of("reduced by hand"))

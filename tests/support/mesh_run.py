@@ -29,7 +29,7 @@ from answers import answer_all
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import recipe as reference
 from mesh_edits import edits
-from mesh_saves import durable, loaded_from_dcp, saves
+from mesh_saves import durable, exported, loaded_from_dcp, saves
 
 VOCABULARY, WIDTH, TOKENS, BATCH = 61, 64, 7, 2
 COMPUTES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -556,6 +556,7 @@ def saved_by_dcp(place):
 SPECIAL = {
     "durable": lambda place: durable(place, sys.modules[__name__]),
     "loaded from dcp": lambda place: loaded_from_dcp(place, sys.modules[__name__]),
+    "exported": lambda place: exported(place, sys.modules[__name__]),
     "saves": lambda place: saves(place, sys.modules[__name__]),
     "edits": edits,
     "reduced by hand": reduced_by_hand,

@@ -12,6 +12,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor
 
 import infinity
+from infinity.checkpoint.deepspeed_files import load_deepspeed
+from infinity.checkpoint.peft import save_adapters
 from infinity.engine.engine import engine_of
 from infinity.tensors import as_bytes, local
 from mesh_edits import error_of
@@ -218,16 +220,58 @@ def loaded_from_dcp(place, mesh_run):
     one.train(2, 1)(model, optimizer)
     ours = {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
     dcp.save(ours, checkpoint_id=f"{folder}/ours")
+    dcp.save({"model": ours["model"]}, checkpoint_id=f"{folder}/weights")
     saved = state(model, optimizer)
     alone, other = one.start_alone()
     infinity.load_dcp(alone, other, f"{folder}/ours")
     lost += ["of ours"] * (state(alone, other) != saved)
-    sgd = infinity.SGD(alone.parameters())
-    return {
+    answer = {
         "lost": lost,
-        "kind": error_of(lambda: infinity.load_dcp(alone, sgd, f"{folder}/ours")),
         "none": error_of(lambda: infinity.load_dcp(alone, other, f"{folder}/run")),
-        "fits": error_of(lambda: infinity.load_dcp(alone.blocks, None, f"{folder}/ours")),
+        "no moments": error_of(lambda: infinity.load_dcp(alone, other, f"{folder}/weights")),
+    }
+    with infinity.Init(process_group=place.data, nvme=folder):
+        another = torch.nn.ModuleDict({"embedding": torch.nn.Linear(3, 4)})
+    return {
+        **answer,
+        "fits": error_of(lambda: infinity.load_dcp(another, None, f"{folder}/ours")),
+        "kind": error_of(
+            lambda: infinity.load_dcp(another, infinity.SGD(another.parameters()), f"{folder}/ours")
+        ),
+    }
+
+
+def saved_in_int8(one, folder):
+    model, optimizer = one.start(state_dtype="int8")
+    infinity.save(model, optimizer, f"{folder}-int8")
+
+
+def exported(place, mesh_run):
+    """Export a model that transformers has divided, from its mesh, and loaded on ranks that have it whole;
+    return the files that differ.
+    """
+    import transformers
+
+    one = Saves(place, mesh_run, "Llama", dtype="bf16")
+    model, optimizer = one.start()
+    one.train(0, 1)(model, optimizer)
+    folder, number = f"{place.folder}/llama", place.tensor.get_local_rank()
+    infinity.save(model, optimizer, f"{folder}-saved")
+    infinity.save_pretrained(model, f"{folder}-mesh")
+    with infinity.Init(process_group=place.data, nvme=place.folder, dtype="bf16"):
+        kind, files = transformers.LlamaForCausalLM, f"{place.folder}/Llama"
+        alone = kind.from_pretrained(files, dtype=torch.float32)
+    infinity.load(alone, None, f"{folder}-saved")
+    infinity.save_pretrained(alone, f"{folder}-{number}")
+    ours, theirs = (
+        {path.name: path.read_bytes() for path in Path(of).iterdir()}
+        for of in (f"{folder}-mesh", f"{folder}-{number}")
+    )
+    plain = kind.from_pretrained(f"{folder}-mesh")
+    names = dict(plain.named_parameters()).keys() == dict(alone.named_parameters()).keys()
+    return {
+        "different": [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)],
+        "names": names,
     }
 
 
@@ -248,6 +292,9 @@ def refusals(one, model, optimizer, folder):
         infinity.load(changed, None, folder)
 
     answer = {
+        "int8": error_of(lambda: saved_in_int8(one, folder)),
+        "adapters": error_of(lambda: save_adapters(model, folder, "hi")),
+        "deepspeed": error_of(lambda: load_deepspeed(model, None, folder)),
         "other folders": error_of(lambda: infinity.save(model, optimizer, f"{folder}-by-{rank}")),
         "other folder": error_of(
             lambda: infinity.load(model, optimizer, folder if rank else f"{folder}-alone-0")
