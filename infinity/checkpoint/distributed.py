@@ -173,6 +173,11 @@ def load_dcp(
     inventory = Inventory(model, optimizer)
     ranks, folder = inventory.ranks, Path(checkpoint)
     check_named(ranks, folder, "infinity.load_dcp")
+    if optimizer is not None and not has_adams(optimizer):
+        raise CheckpointError(
+            f"{folder}: Adam's moments are loaded into AdamW or Adam, and the optimizer is "
+            f"{type(optimizer).__name__}: give None, and load the weights alone"
+        )
     with ranks.together(f"loading {folder}"):
         with ranks.together(f"comparing {folder} with the model"):
             saved = _SavedByDcp(folder, reader or FileSystemReader(folder))
@@ -264,11 +269,6 @@ class _SavedByDcp:
 
         Raises: CheckpointError where none has, or their shapes are others.
         """
-        if inventory.optimizer is None or not has_adams(inventory.optimizer):
-            raise CheckpointError(
-                f"{self._folder}: Adam's moments are loaded into AdamW or Adam, and the optimizer is "
-                f"{type(inventory.optimizer).__name__}: give None, and load the weights alone"
-            )
         names = [name for group in inventory.group_names for name in group]
         numbers = {name: str(number) for number, name in enumerate(names)}
         for said in (dict(zip(names, names, strict=True)), numbers):
