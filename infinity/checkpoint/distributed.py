@@ -310,6 +310,6 @@ class _SavedByDcp:
         told = self._there[key]
         state: dict[str, Any] = {key: None}
         if isinstance(told, TensorStorageMetadata):
-            state[key] = torch.empty(told.size, dtype=told.properties.dtype)
+            state[key] = torch.empty(told.size, dtype=told.properties.dtype, device="cpu")
         self.read(state)
         return int(state[key])

@@ -252,9 +252,14 @@ def _write_plain(files: HubWriter, inventory: Inventory, specs: Mapping[str, Ten
     for name, tensor in inventory.plain.items():
         if name not in specs or (PLAIN, name) not in held:
             continue
-        if name in files.converted or inventory.box(name) is None:
+        if inventory.box(name) is None:
             _write_whole(files, name, local(tensor))
             continue
+        if name in files.converted:
+            raise UnsupportedError(
+                f"{name} is a DTensor that is not offloaded, and has another form in files: build it inside "
+                "Init, with the parameters"
+            )
         values, width = as_bytes(local(tensor)), WIDTHS[specs[name][0]]
         for at, first, numel in inventory.runs(name, 0, len(values) // width):
             files.write(name, at * width, values[first * width : (first + numel) * width])

@@ -243,5 +243,7 @@ def open_mesh(of: DataOfMesh, device: str, timeout_s: float) -> tuple[Ranks, Mes
     everyone = _opened(of.everyone, device, timeout_s) if ranks.size > 1 else beside
     everyone.prepare_as(ranks)
     ranks.share_machine(beside)
-    ranks.closing += [everyone.close, beside.close] if ranks.size > 1 else [beside.close]
+    if ranks.size > 1:
+        ranks.closing.append(everyone.close)
+    ranks.closing.append(beside.close)
     return ranks, MeshRanks(of, beside), everyone
