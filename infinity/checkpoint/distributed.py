@@ -19,19 +19,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    FileSystemReader,
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-    StorageReader,
-)
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from infinity.checkpoint.deepspeed_files import has_adams
@@ -186,8 +183,8 @@ def load_dcp(
         for name, tensor in inventory.plain.items():
             saved.read({weights[name]: tensor.detach()})
         for parameter in model.parameters():
-            if (name := inventory.names.get(id(parameter))) is not None:
-                _load_parameter(saved, inventory, parameter, weights[name], moments.get(name))
+            if (own := inventory.names.get(id(parameter))) is not None:
+                _load_parameter(saved, inventory, parameter, weights[own], moments.get(own))
 
 
 def _load_parameter(
