@@ -262,7 +262,14 @@ def made(place, *options):
 def offloaded(place, *options, dtype="fp32", **settings):
     """Build the parallel model in Init, or before it."""
     with infinity.Init(
-        **{"mesh": place.mesh, "data": "dp", "dtype": dtype, "nvme": place.folder, **settings}
+        **{
+            "mesh": place.mesh,
+            "data": "dp",
+            "dtype": dtype,
+            "nvme": place.folder,
+            "host_memory": WIDE,
+            **settings,
+        }
     ) as init:
         model = made(place, *options) if "taken in" not in options else None
         if model is None:
@@ -373,7 +380,9 @@ class Holder(nn.Module):
 
 def held(place, *parts, mesh=None, **settings):
     """Build a module of DTensors, one for each of `parts`, which make them, in Init."""
-    with infinity.Init(**{"mesh": mesh or place.mesh, "data": "dp", "nvme": place.folder, **settings}):
+    with infinity.Init(
+        **{"mesh": mesh or place.mesh, "data": "dp", "nvme": place.folder, "host_memory": WIDE, **settings}
+    ):
         return Holder(*(one() for one in parts))
 
 
@@ -392,7 +401,7 @@ def wrong(place):
         return distribute_tensor(whole, on, [Shard(0)] * on.ndim)
 
     def told(**settings):
-        with infinity.Init(nvme=place.folder, **settings):
+        with infinity.Init(nvme=place.folder, host_memory=WIDE, **settings):
             Holder(whole)
 
     def saved(how):
@@ -426,19 +435,19 @@ def wrong(place):
 
 
 def held_without(place, part):
-    with infinity.Init(nvme=place.folder, process_group=place.data):
+    with infinity.Init(nvme=place.folder, host_memory=WIDE, process_group=place.data):
         Holder(part())
 
 
 def later(place):
-    with infinity.Init(mesh=place.mesh, data="dp", nvme=place.folder):
+    with infinity.Init(mesh=place.mesh, data="dp", nvme=place.folder, host_memory=WIDE):
         model = nn.Sequential(nn.Linear(4, 4))
     parallelize_module(model, place.tensor, {"0": ColwiseParallel()})
 
 
 def overflow(place):
     """Let the gradients of one rank alone overflow; return the scaler's scales, and the steps made."""
-    with infinity.Init(mesh=place.mesh, data="dp", nvme=place.folder, dtype="bf16"):
+    with infinity.Init(mesh=place.mesh, data="dp", nvme=place.folder, host_memory=WIDE, dtype="bf16"):
         model = parallel(MeshModel(), place.tensor)
     optimizer = infinity.AdamW(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
@@ -513,7 +522,7 @@ def places_of(optimizer):
 
 def reduced_by_hand(place):
     """Return the error of a model whose plan sums gradients of ordinary parameters over the ranks itself."""
-    with infinity.Init(mesh=place.mesh, data="dp", nvme=place.folder):
+    with infinity.Init(mesh=place.mesh, data="dp", nvme=place.folder, host_memory=WIDE):
         model = from_transformers(place, "Qwen3")
     return {"error": refused(loss_of(model, place.batch(0)).backward)}
 

@@ -45,7 +45,8 @@ class Saves:
 
     def __init__(self, place, mesh_run, *options, **settings):
         self.place, self.mesh_run = place, mesh_run
-        self.options, self.settings = options, {"dtype": "bf16", **settings}
+        self.options = options
+        self.settings = {"dtype": "bf16", "host_memory": mesh_run.WIDE, **settings}
 
     def start(self, place=None, **more):
         """Build on a mesh."""
@@ -230,7 +231,7 @@ def loaded_from_dcp(place, mesh_run):
         "none": error_of(lambda: infinity.load_dcp(alone, other, f"{folder}/run")),
         "no moments": error_of(lambda: infinity.load_dcp(alone, other, f"{folder}/weights")),
     }
-    with infinity.Init(process_group=place.data, nvme=folder):
+    with infinity.Init(process_group=place.data, nvme=folder, host_memory=mesh_run.WIDE):
         another = torch.nn.ModuleDict({"embedding": torch.nn.Linear(3, 4)})
     sgd = infinity.SGD(another.parameters())
     answer["fits"] = error_of(lambda: infinity.load_dcp(another, None, f"{folder}/ours"))
@@ -256,7 +257,7 @@ def exported(place, mesh_run):
     folder, number = f"{place.folder}/llama", place.tensor.get_local_rank()
     infinity.save(model, optimizer, f"{folder}-saved")
     infinity.save_pretrained(model, f"{folder}-mesh")
-    with infinity.Init(process_group=place.data, nvme=place.folder, dtype="bf16"):
+    with infinity.Init(process_group=place.data, nvme=place.folder, **one.settings):
         kind, files = transformers.LlamaForCausalLM, f"{place.folder}/Llama"
         alone = kind.from_pretrained(files, dtype=torch.float32)
     infinity.load(alone, None, f"{folder}-saved")
