@@ -162,7 +162,8 @@ def load_dcp(
     get_optimizer_state_dict name them, behind one prefix; None loads weights and buffers alone. Options of
     param groups stay as they are. reader: a storage of DCP for other files than DCP's own.
 
-    All ranks call this. Each reads what it has of one parameter after the other, within the budget.
+    All ranks call this. Each reads what it has of one parameter after the other, which is then in memory in
+    fp32, with its moments, beside the budget.
 
     Raises: CheckpointError naming all that does not fit, before anything is changed; FileNotFoundError;
     RanksError if another rank failed, with its reason.
