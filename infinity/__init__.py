@@ -13,6 +13,8 @@ from infinity.deprecation import warn_deprecated
 if TYPE_CHECKING:
     from infinity import deepspeed as deepspeed
     from infinity import huggingface as huggingface
+    from infinity.checkpoint.distributed import CheckpointReader as CheckpointReader
+    from infinity.checkpoint.distributed import load_dcp as load_dcp
     from infinity.checkpoint.export import save_pretrained as save_pretrained
     from infinity.checkpoint.merged import save_merged as save_merged
     from infinity.checkpoint.resume import commit as commit
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from infinity.storage.safetensors_file import TensorFileError as TensorFileError
 
 _MODULES = {
+    "infinity.checkpoint.distributed": ("CheckpointReader", "load_dcp"),
     "infinity.checkpoint.export": ("save_pretrained",),
     "infinity.checkpoint.merged": ("save_merged",),
     "infinity.checkpoint.resume": ("commit", "resume"),

@@ -42,6 +42,8 @@ def name_of_dtype(tensor: torch.Tensor, what: str) -> str:
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's elements in row-major order as bytes; no copy if it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.numel() < 2:  # which may have another stride, that a view of bytes does not take
+        flat = flat.as_strided(flat.shape, (1,))
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 

@@ -73,6 +73,10 @@ def load_deepspeed(
     folder = Path(folder)
     inventory = Inventory(model, optimizer)
     ranks = inventory.engine.ranks
+    inventory.engine.stages.mesh.check_whole(
+        "a checkpoint of DeepSpeed",
+        "Load it in one process, or on ranks that share data, and infinity.save it: that loads on a mesh",
+    )
     with ranks.together(f"loading {folder}"):
         with ranks.together(f"comparing {folder} with the model"):
             saved = _TagFiles(folder / (tag or (folder / "latest").read_text().strip()))
@@ -91,7 +95,7 @@ def _check_fits(saved: _TagFiles, inventory: Inventory) -> tuple[Iterable[str], 
     found += compare(saved.buffers(), plains, "buffers")
     optimizer = inventory.optimizer
     moments = saved.moments() if optimizer is not None else None
-    if optimizer is not None and moments is not None and not _has_adams(optimizer):
+    if optimizer is not None and moments is not None and not has_adams(optimizer):
         kind = type(optimizer).__name__
         found.append(f"it has Adam's moments, but the optimizer is {kind}; give AdamW or Adam, or None")
     if found:
@@ -99,7 +103,7 @@ def _check_fits(saved: _TagFiles, inventory: Inventory) -> tuple[Iterable[str], 
     return plains, moments
 
 
-def _has_adams(optimizer: OffloadedOptimizer) -> bool:
+def has_adams(optimizer: OffloadedOptimizer) -> bool:
     """Whether an optimizer keeps Adam's moments of all its parameters."""
     return all({"m", "v"} <= set(optimizer.recipe_in(group).state) for group in optimizer.param_groups)
 

@@ -28,10 +28,10 @@ from infinity.checkpoint.hub import (
     write_configuration,
 )
 from infinity.checkpoint.inventory import Inventory
-from infinity.checkpoint.peft import is_adapted, save_adapters
+from infinity.checkpoint.peft import SAVE_FIRST, is_adapted, save_adapters
 from infinity.checkpoint.ranges import CHUNK_NUMEL, copied_out, parts
 from infinity.checkpoint.save_load import open_files, read_manifest
-from infinity.checkpoint.sharedfolder import shared_folder
+from infinity.checkpoint.sharedfolder import check_named, shared_folder
 from infinity.engine.engine import Engine, engine_of, engine_of_model
 from infinity.errors import UnsupportedError
 from infinity.planning.layout import RecordSchema
@@ -39,7 +39,7 @@ from infinity.records.weights import WEIGHTS
 from infinity.sizes import parse_size
 from infinity.storage.manifest import MASTER, PLAIN, WIDTHS, CheckpointError, Manifest, Tensor, TensorSpec
 from infinity.storage.safetensors_file import TensorReader
-from infinity.tensors import as_bytes, empty
+from infinity.tensors import as_bytes, empty, is_distributed, local
 from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -147,9 +147,12 @@ def write_model(
     whole = _saved(dtype or inventory.engine.weights.dtype)
     whole.check(inventory.engine)
     saved = {unit: whole if dtype else _saved(unit.flat.dtype) for _, unit in inventory.units()}
-    ranks = inventory.engine.ranks
+    ranks = inventory.ranks
+    check_named(ranks, folder, "infinity.save_pretrained")
     inventory.engine.exchange.say_approximated(f"files of weights in {folder}")
     specs, all_names = _specs_of_model(model, inventory, saved)
+    if others is not None:
+        inventory.engine.stages.mesh.check_whole("merging adapters", SAVE_FIRST)
     apart = frozenset(others.names) if others is not None else frozenset()
     names = {name: of_file for name, of_file in all_names.items() if name not in apart}
     with (
@@ -171,9 +174,8 @@ def write_model(
                 if ranks.rank == 0:
                     _write_whole(files, all_names.get(name, name), values)
         with ranks.together(f"writing the rest of {folder}"):
-            if ranks.rank == 0:
-                rest = {name: one for name, one in specs.items() if name not in apart}
-                _write_plain(files, inventory, rest)
+            rest = {name: one for name, one in specs.items() if name not in apart}
+            _write_plain(files, inventory, rest)
             written_nbytes = files.finish()
         total = int(sum(ranks.totals([written_nbytes], "count what was written")))
         if ranks.rank == 0:
@@ -191,14 +193,19 @@ def _write_parts(
         for engine, unit in inventory.units()
         if any(name in direct for name in inventory.names_in(unit))
     )
+    held = inventory.held()
     for unit, chunk in copied_out(wanted):
         of_unit, written = inventory.names_in(unit), saved[unit]
         for part in parts(chunk.record, chunk.start, chunk.stop, chunk.values):
-            of_file = direct.get(of_unit[part.index] or "")
-            if of_file is not None:
-                values = written.rounded(part.field, part.values)
-                first = part.first + inventory.stacks_of_weights.first(of_unit[part.index] or "")
-                files.write(of_file, first * WIDTHS[written.dtype], values)
+            name = of_unit[part.index] or ""
+            of_file = direct.get(name)
+            if of_file is None or (MASTER, name) not in held:
+                continue
+            values, width = written.rounded(part.field, part.values), WIDTHS[written.dtype]
+            stop = part.first + len(values) // width
+            for at, first, numel in inventory.runs(name, part.first, stop):
+                at_in_file = at + inventory.stacks_of_weights.first(name)
+                files.write(of_file, at_in_file * width, values[first * width : (first + numel) * width])
 
 
 def _write_converted(
@@ -209,7 +216,7 @@ def _write_converted(
     saved: Mapping[Unit, _SavedType],
 ) -> None:
     """Assemble the weights that have another form in files, one by one; rank 0 converts and writes them."""
-    ranks = inventory.engine.ranks
+    ranks = inventory.ranks
     together: dict[str, list[str]] = {}
     for name, of_file in names.items():
         if of_file in files.converted:
@@ -225,6 +232,8 @@ def _write_converted(
             written, field = saved[unit], saved[unit].field(unit.record.schema)
             with ranks.together(f"writing {name}"):
                 (values,) = engine.parameters.read(parameters[name], [field])
+                if is_distributed(values):
+                    values = values.full_tensor()  # type: ignore[attr-defined]
                 if ranks.rank == 0:
                     spec = written.dtype, tuple(values.shape)
                     if filled is None:
@@ -238,10 +247,22 @@ def _write_converted(
 
 
 def _write_plain(files: HubWriter, inventory: Inventory, specs: Mapping[str, TensorSpec]) -> None:
-    """Write buffers and ordinary parameters."""
+    """Write buffers and ordinary parameters that this rank writes."""
+    held = inventory.held()
     for name, tensor in inventory.plain.items():
-        if name in specs:
-            _write_whole(files, name, tensor)
+        if name not in specs or (PLAIN, name) not in held:
+            continue
+        if inventory.box(name) is None:
+            _write_whole(files, name, local(tensor))
+            continue
+        if name in files.converted:
+            raise UnsupportedError(
+                f"{name} is a DTensor that is not offloaded, and has another form in files: build it inside "
+                "Init, with the parameters"
+            )
+        values, width = as_bytes(local(tensor)), WIDTHS[specs[name][0]]
+        for at, first, numel in inventory.runs(name, 0, len(values) // width):
+            files.write(name, at * width, values[first * width : (first + numel) * width])
 
 
 def _write_whole(files: HubWriter, name: str, tensor: torch.Tensor) -> None:

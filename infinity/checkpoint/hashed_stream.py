@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 import xxhash
 
 from infinity.errors import CorruptionError
+from infinity.planning.boxes import Box, all_of
 from infinity.storage.manifest import RANGE_NBYTES, WIDTHS, Tensor, TensorPiece
 from infinity.storage.safetensors_file import TensorReader, TensorWriter
+from infinity.tensors import as_bytes
+
+_KEPT = 8
+"""Ranges, at most, that a source keeps: pieces that are boxes are read by turns."""
 
 
 @dataclass(slots=True)
@@ -37,47 +43,83 @@ class Sink:
         self.hashes.append(self._hasher.hexdigest())
         self._hasher.reset()
 
-    def finish(self, start: int, stop: int) -> TensorPiece:
-        """Return the manifest's entry of the piece, elements [start, stop) of its tensor."""
+    def finish(self, start: int, stop: int, box: Box | None) -> TensorPiece:
+        """Return a manifest's entry of the piece, elements [start, stop) of its tensor, or of a box of it."""
         if self.written_nbytes % RANGE_NBYTES:
             self._close_range()
-        return TensorPiece(self.writer.path.name, self.key, start, stop, tuple(self.hashes))
+        return TensorPiece(self.writer.path.name, self.key, start, stop, tuple(self.hashes), box)
 
 
 class TensorSource:
-    """Reads a tensor's bytes in order, across its pieces."""
+    """Reads the bytes of a tensor, or of a box of it, in order, from whatever pieces it has."""
 
-    def __init__(self, tensor: Tensor, files: Mapping[str, TensorReader], first: int = 0) -> None:
-        """Start at element `first` of `tensor`, whose pieces are in `files`."""
+    def __init__(
+        self, tensor: Tensor, files: Mapping[str, TensorReader], first: int = 0, box: Box | None = None
+    ) -> None:
+        """Start at element `first` of `box`, which is in `tensor`, whose pieces are in `files`; None: of the
+        whole tensor.
+        """
         self._tensor = tensor
         self._files = files
         self._width = WIDTHS[tensor.dtype]
-        self._at = first * self._width
-        self._range = memoryview(b"")
-        """Bytes that are checked and not yet returned."""
+        self._box = box or all_of(tensor.shape)
+        self._at = first
+        self._ranges: dict[tuple[int, int], torch.Tensor] = {}
+        """Bytes that are checked and not yet returned, by piece and number of the range."""
 
     def read(self, into: memoryview) -> None:
         """Fill `into` with the next bytes.
 
         Raises: CorruptionError naming file, tensor and range.
         """
-        while into:
-            if not self._range:
-                self._range = self._next_range()
-            nbytes = min(len(into), len(self._range))
-            into[:nbytes] = self._range[:nbytes]
-            into, self._range = into[nbytes:], self._range[nbytes:]
-            self._at += nbytes
+        stop = self._at + len(into) // self._width
+        for box in self._box.cut(self._at, stop):
+            nbytes = box.numel * self._width
+            self._fill(box, _seen_as(into[:nbytes], box, self._width))
+            into = into[nbytes:]
+        self._at = stop
 
-    def _next_range(self) -> memoryview:
-        piece = next(piece for piece in self._tensor.pieces if self._at < piece.stop * self._width)
-        number, within = divmod(self._at - piece.start * self._width, RANGE_NBYTES)
+    def _fill(self, box: Box, values: torch.Tensor) -> None:
+        """Fill the bytes of a box with what the pieces have of it."""
+        range_numel = RANGE_NBYTES // self._width
+        for index, piece in enumerate(self._tensor.pieces):
+            whole = piece.within(self._tensor.shape)
+            common = whole.meet(box)
+            if common is None:
+                continue
+            start, stop = whole.span(common)
+            at, stop = max(start, piece.start), min(stop, piece.stop)
+            while at < stop:
+                number = (at - piece.start) // range_numel
+                begin = piece.start + number * range_numel
+                end = min(begin + range_numel, piece.stop)
+                there = self._range(index, number)
+                for one in whole.cut(at, min(end, stop)):
+                    if (both := one.meet(box)) is not None:
+                        first = (whole.span(one)[0] - begin) * self._width
+                        seen = _seen_as(there[first : first + one.numel * self._width], one, self._width)
+                        values[_slices(both, box)] = seen[_slices(both, one)]
+                if stop >= end:  # what follows lies behind it
+                    self._ranges.pop((index, number), None)
+                at = end
+
+    def _range(self, index: int, number: int) -> torch.Tensor:
+        """Return the bytes of a range of a piece, checked."""
+        kept = self._ranges.get((index, number))
+        if kept is None:
+            while len(self._ranges) >= _KEPT:
+                del self._ranges[next(iter(self._ranges))]
+            kept = self._ranges[index, number] = self._read_range(self._tensor.pieces[index], number)
+        return kept
+
+    def _read_range(self, piece: TensorPiece, number: int) -> torch.Tensor:
         first = number * RANGE_NBYTES
         nbytes = min(RANGE_NBYTES, (piece.stop - piece.start) * self._width - first)
-        values = memoryview(bytearray(nbytes))
+        values = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        seen = as_bytes(values)
         reader = self._files[piece.file]
-        reader.read(piece.key, first, values)
-        found = xxhash.xxh3_64_hexdigest(values)
+        reader.read(piece.key, first, seen)
+        found = xxhash.xxh3_64_hexdigest(seen)
         if found != piece.hashes[number]:
             raise CorruptionError(
                 f"{reader.path}: bytes {first} to {first + nbytes} of {piece.key} ({self._tensor.kind} of "
@@ -85,4 +127,18 @@ class TensorSource:
                 f"{piece.hashes[number]}). Likely cause: the disk or a copy damaged them. The model is "
                 "partly loaded: load another checkpoint before going on."
             )
-        return values[within:]
+        return values
+
+
+def _seen_as(values: memoryview | torch.Tensor, box: Box, width: int) -> torch.Tensor:
+    """Return bytes as a tensor in a box's shape, with the bytes of an element as its last dimension."""
+    flat = values if isinstance(values, torch.Tensor) else torch.frombuffer(values, dtype=torch.uint8)
+    return flat.view(*box.shape, width)
+
+
+def _slices(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Return where `inner` lies in a tensor that is `outer`."""
+    return tuple(
+        slice(at - begin, at - begin + size)
+        for at, begin, size in zip(inner.first, outer.first, inner.shape, strict=True)
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,9 +13,11 @@ from infinity.engine.engine import Engine, engine_of, engine_of_model
 from infinity.errors import UnsupportedError
 from infinity.optim.base import OffloadedOptimizer
 from infinity.optim.ownership import check_current
+from infinity.planning.boxes import Box, all_of, runs
 from infinity.planning.layout import STATE_BLOCK, Segment
-from infinity.storage.manifest import MASTER, TensorSpec
-from infinity.tensors import name_of_dtype
+from infinity.ranks.mesh import box_of
+from infinity.storage.manifest import MASTER, PLAIN, MeshPlace, TensorSpec
+from infinity.tensors import local, name_of_dtype
 from infinity.units.unit import Unit
 
 REPLACED = "(replaced)"
@@ -34,8 +36,11 @@ _TYPES = {
 class Inventory:
     """A model's offloaded parameters by unit, its other tensors by name, and its optimizer's state."""
 
-    def __init__(self, model: nn.Module, optimizer: OffloadedOptimizer | None) -> None:
-        """Take stock of a model built in Init.
+    def __init__(
+        self, model: nn.Module, optimizer: OffloadedOptimizer | None, *, by_name: bool = True
+    ) -> None:
+        """Take stock of a model built in Init. by_name: for files that have whole tensors by their names, of
+        which this rank may have a box.
 
         Raises: ValueError for a model that was not, and for parameters of `optimizer` that are not in it;
         UnsupportedError for a module with extra state, or an incomplete model; TypeError for another kind of
@@ -47,8 +52,11 @@ class Inventory:
                 "save one of torch's optimizers by its state_dict()"
             )
         self.optimizer = optimizer
+        self._by_name = by_name
         self.engine = engine_of_model(model)
-        self.engine.stages.mesh.check_whole("a checkpoint, or an export")
+        self._mesh = self.engine.stages.mesh
+        self.ranks = self.engine.stages.everyone
+        """All that save and load together: of a mesh, those of all its dimensions."""
         self.stacks = Stacks(model, blocks=self.engine.schema.state_dtype == "int8")
         """Which parameters are slices, and of what, in checkpoints: with moments in blocks, slices have to be
         whole blocks.
@@ -57,6 +65,10 @@ class Inventory:
         """The same in files of weights alone, or of moments as plain numbers."""
         self.names: dict[int, str] = {}
         """Names of offloaded parameters, by the parameters' id()."""
+        self._boxes: dict[str, Box] = {}
+        """Which elements this rank has of the tensors that are cut along dimensions of a mesh, by name."""
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        """Of the wholes of these."""
         self.plain: dict[str, torch.Tensor] = {}
         """Persistent buffers and ordinary parameters."""
         self._engines: dict[Unit, Engine] = {}
@@ -67,6 +79,7 @@ class Inventory:
             else:
                 self.names[id(parameter)] = name
                 self._engines[engine.parameters.unit_of(parameter)[0]] = engine
+            self._place(name, parameter)
         self._take_buffers(model)
         self._check_units()
         self._check_optimizer()
@@ -84,7 +97,46 @@ class Inventory:
                 if name in fleeting or id(buffer) in known:
                     continue
                 known.add(id(buffer))
-                self.plain[f"{prefix}.{name}" if prefix else name] = buffer
+                full = f"{prefix}.{name}" if prefix else name
+                self.plain[full] = buffer
+                self._place(full, buffer)
+
+    def _place(self, name: str, tensor: torch.Tensor) -> None:
+        """Note which elements of a tensor this rank has.
+
+        Raises: UnsupportedError for those of a DTensor that files could not name.
+        """
+        box = box_of(tensor, name) if self._by_name else all_of(tensor.shape)
+        if box == all_of(tensor.shape):
+            return
+        self._boxes[name], self._shapes[name] = box, tuple(tensor.shape)
+        if name in self.stacks.places:
+            raise UnsupportedError(
+                f"{name} is a DTensor, and a slice of {self.stacks.name(name)}, which files have whole: save "
+                "model.state_dict(), which has DTensors, with torch.distributed.checkpoint"
+            )
+        if self.engine.schema.state_dtype == "int8" and self.optimizer is not None:
+            raise UnsupportedError(
+                f"{name} is a DTensor of which each rank has a part, and state_dtype='int8' keeps moments in "
+                f"blocks of {STATE_BLOCK} elements of that part, which are others on another mesh: "
+                "state_dtype='bf16'; or save with optimizer=None, the weights alone"
+            )
+
+    def box(self, name: str) -> Box | None:
+        """Return which elements this rank has of a tensor; None for all."""
+        return self._boxes.get(name)
+
+    def runs(self, name: str, start: int, stop: int) -> Iterable[tuple[int, int, int]]:
+        """Return the consecutive elements of a tensor that elements [start, stop) of this rank's are: (first
+        in the whole, first of these, number).
+        """
+        box = self.box(name)
+        return [(start, 0, stop - start)] if box is None else runs(self._shapes[name], box, start, stop)
+
+    @property
+    def place(self) -> MeshPlace:
+        """This rank's place among those that save and load together."""
+        return MeshPlace(self.engine.ranks.rank, self._mesh.ranks.rank, self._mesh.ranks.size)
 
     def _check_units(self) -> None:
         for unit in self._engines:
@@ -181,12 +233,20 @@ class Inventory:
         return found
 
     def held(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """Return the elements [start, stop) of masters and moments that this rank has, by kind and name."""
-        found: dict[tuple[str, str], tuple[int, int]] = {}
+        """Return the elements [start, stop) that this rank has of masters and moments, by kind and name, and
+        of other tensors, which the first of the ranks that have the same has for all of them. Of what is cut
+        along dimensions of a mesh they are elements of its box; of copies along these one rank has them.
+        """
+        first = self.engine.ranks.rank == 0
+        found = {
+            (PLAIN, name): (0, local(one).numel())
+            for name, one in self.plain.items()
+            if first and self._mesh.counts(one)
+        }
         for _, unit in self.units():
             shard = zip(unit.parameters, unit.record.shard.segments, self.names_in(unit), strict=True)
             for parameter, segment, name in shard:
-                if name is not None:
+                if name is not None and self._mesh.counts(parameter):
                     for field in ("master", *self._types(unit, parameter)):
                         found[KINDS.get(field, MASTER), name] = range_of(field, segment)
         return found

@@ -22,6 +22,10 @@ from infinity.checkpoint.sharedfolder import shared_folder
 from infinity.engine.engine import engine_of, engine_of_model
 from infinity.storage.safetensors_file import add_metadata
 
+SAVE_FIRST = (
+    "infinity.save the training, load it in one process, and write the files there; or save "
+    "model.state_dict(), which has DTensors, with torch.distributed.checkpoint"
+)
 _CARD = "README.md"
 
 
@@ -64,8 +68,8 @@ def write_adapters(model: nn.Module, folder: Path, field: str = "hi", **options:
 
     All ranks call this; rank 0 writes.
     """
+    engine_of_model(model).stages.mesh.check_whole("files of adapters", SAVE_FIRST)
     state = adapter_state(model, field)
-    engine_of_model(model).stages.mesh.check_whole("files of adapters")
     ranks = engine_of_model(model).ranks
     with ranks.together(f"writing adapters to {folder}"):
         if ranks.rank == 0:
@@ -78,7 +82,7 @@ def save_adapters(model: nn.Module, folder: Path, field: str, *, overwrite: bool
 
     overwrite: as for export.save_pretrained.
     """
-    engine_of_model(model).stages.mesh.check_whole("files of adapters")
+    engine_of_model(model).stages.mesh.check_whole("files of adapters", SAVE_FIRST)
     ranks = engine_of_model(model).ranks
     with shared_folder(ranks, folder, Older(EXPORT, exported_files, overwrite, rescues=True)) as filling:
         card = folder / _CARD

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 
 from infinity.checkpoint.inventory import Inventory
@@ -13,7 +16,8 @@ from infinity.engine.engine import Engine, engine_of_model
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.lane.passes import CheckPass
 from infinity.optim.base import OffloadedOptimizer
-from infinity.storage.manifest import CheckpointError, compare_groups, decode, readable
+from infinity.storage.manifest import CheckpointError, MeshPlace, compare_groups, decode, readable
+from infinity.tensors import local
 from infinity.units.unit import Unit
 
 
@@ -41,17 +45,18 @@ def resume(
     engine, durable = engine_of_model(model), durable_of(model)
     if durable.source is not None:
         raise UnsupportedError("resume: this run was begun already. Build model and optimizer anew.")
-    training = Training(Inventory(model, optimizer), model)
+    training = Training(Inventory(model, optimizer, by_name=False), model)
+    ranks = training.inventory.ranks
     if not durable.found:
         if older:
             raise CheckpointError(f"{durable.folders[0].path} holds no committed step")
         engine.follow(training, 0, resumed=False)
         return 0
-    with engine.ranks.together("resuming the durable run"):
+    with ranks.together("resuming the durable run"):
         commit = _chosen(durable, older=older)
         _restore_records(engine, durable, commit, training)
         if older or check:
-            with engine.ranks.together("comparing everything with its hashes"):
+            with ranks.together("comparing everything with its hashes"):
                 _read_all(engine)
         if older:
             durable.forget_newest()
@@ -104,7 +109,7 @@ def _check_fits(commit: Commit, training: Training, durable: Durable) -> None:
     Raises: CheckpointError naming all that does not.
     """
     engine, said = training.inventory.engine, commit.said
-    found = []
+    found = _other_place(said, training.inventory.place)
     if len(commit.records) != len(engine.units):
         units = f"{len(commit.records)} units in the commit, {len(engine.units)} in the model"
         found.append(units + _whole(commit, engine))
@@ -140,11 +145,24 @@ def _check_fits(commit: Commit, training: Training, durable: Durable) -> None:
             )
     for name, tensor in training.plain().items():
         at_ = commit.tensors.get(f"plain.{name}")
-        if at_ is not None and at_.shape != tuple(tensor.shape):
-            found.append(f"{name}: {list(at_.shape)} in the commit, {list(tensor.shape)} in the model")
+        if at_ is not None and at_.shape != tuple(local(tensor).shape):
+            found.append(f"{name}: {list(at_.shape)} in the commit, {list(local(tensor).shape)} in the model")
     if found:
         where = f"the run in {durable.folders[0].path}, committed at step {commit.step}, does not fit"
         raise CheckpointError("\n  ".join([f"{where}; nothing was changed:", *found]))
+
+
+def _other_place(said: Mapping[str, Any], here: MeshPlace) -> list[str]:
+    """Return, in words, how the rank that has committed lay on another mesh."""
+    was = MeshPlace(*said["place"]) if "place" in said else MeshPlace(here.data)
+    if was == here:
+        return []
+    told = [
+        f"number {one.data} of those with different data, {one.beside} of {one.beside_size} with the same"
+        for one in (was, here)
+    ]
+    cure = "start the run on a mesh of the shape that it had; infinity.save and load change it"
+    return [f"this rank was {told[0]}, when it committed, and is {told[1]}: {cure}"]
 
 
 def _whole(commit: Commit, engine: Engine) -> str:

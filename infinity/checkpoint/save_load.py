@@ -4,7 +4,8 @@
 manifest.json          everything but tensors, and the contents of the files; see manifest
 weights-*.safetensors  fp32 masters, buffers and ordinary parameters, by their names in the model, for any
                        reader of safetensors, torch.distributed.checkpoint included. Each of several ranks has
-                       files of its own, with a flat part of most tensors, "NAME[START:STOP]"
+                       files of its own, with a flat part of most tensors, "NAME[START:STOP]"; on a mesh with
+                       a box, "NAME[0:64,32:64]", or a flat part of one, "NAME[0:64,32:64][START:STOP]"
 moments-*.safetensors  "exp_avg.NAME", "exp_avg_sq.NAME" in the dtype in which they are kept; 8-bit ones have
                        "exp_avg_scale.NAME", two fp32 scales for each 256 elements. The state of SGD and Lion
                        is saved as exp_avg, that of Adagrad as exp_avg_sq
@@ -31,12 +32,14 @@ from infinity.checkpoint.hashed_stream import TensorSource
 from infinity.checkpoint.hub import configuration
 from infinity.checkpoint.inventory import KINDS, Inventory
 from infinity.checkpoint.ranges import buffers, chunks, copied_out, parts
-from infinity.checkpoint.sharedfolder import shared_folder
+from infinity.checkpoint.sharedfolder import check_named, shared_folder
 from infinity.checkpoint.writer import CheckpointWriter
 from infinity.engine.engine import Engine
 from infinity.errors import UnsupportedError
 from infinity.lane.passes import CopyInPass
 from infinity.optim.base import OffloadedOptimizer
+from infinity.planning.boxes import Box
+from infinity.ranks.group import Ranks
 from infinity.storage.manifest import (
     MASTER,
     NAME,
@@ -54,7 +57,7 @@ from infinity.storage.manifest import (
     readable,
 )
 from infinity.storage.safetensors_file import TensorReader
-from infinity.tensors import as_bytes, empty, name_of_dtype
+from infinity.tensors import as_bytes, empty, local, name_of_dtype
 from infinity.units.tracking import Stateful
 from infinity.units.unit import Unit
 
@@ -92,7 +95,8 @@ def save(
     reason.
     """
     inventory = Inventory(model, optimizer)
-    ranks = inventory.engine.ranks
+    ranks = inventory.ranks
+    check_named(ranks, folder, "infinity.save")
     inventory.engine.stages.check_apart(folder)
     inventory.engine.exchange.say_approximated(f"a checkpoint in {folder}")
     kept: dict[str, torch.Tensor] = {}
@@ -124,7 +128,9 @@ def save(
             with ranks.together(f"writing files of {folder}"):
                 files.write_units(inventory)
                 files.write_plain(inventory.plain, kept)
-                written = RankManifest(files.pieces(), files.files(), generators.capture(), own)
+                written = RankManifest(
+                    files.pieces(), files.files(), generators.capture(), own, inventory.place
+                )
         manifests = ranks.each(written.to_json(), f"say what files of {folder} hold")
         if ranks.rank == 0:
             shared["model"] = configuration(model)
@@ -176,47 +182,52 @@ def load(
 
     Budgets, tiers and `update` may differ. With an optimizer the random number generators are restored as
     well, and the training goes on as if it had never stopped; with None only weights and buffers are loaded.
-    All ranks call this; their number may differ. If it does not, each rank gets its own generators and
-    `extra` back; if it does, all get rank 0's `extra`, and ranks beyond the saved number seed generators of
-    their own.
+    All ranks call this; their number, and their mesh, may differ. If the number does not, each rank gets its
+    own generators and `extra` back; if it does, all get rank 0's `extra`, and ranks beyond the saved number
+    seed generators of their own. On a mesh it is the number of those with different data that counts: ranks
+    that share data get what one of them had.
 
     Raises: CheckpointError naming everything that does not fit, before anything is changed; CorruptionError
     naming file and tensor if a hash does not match; FileNotFoundError.
     """
     folder = Path(folder)
     inventory = Inventory(model, optimizer)
-    ranks = inventory.engine.ranks
+    ranks = inventory.ranks
+    check_named(ranks, folder, "infinity.load")
     with ranks.together(f"loading {folder}"), contextlib.ExitStack() as stack:
-        with ranks.together(f"comparing {folder} with the model"):
+        with ranks.together(f"reading {folder / NAME}"):
             manifest = read_manifest(folder)
-            with readable(f"{folder / NAME}"):
-                _check_fits(manifest, inventory, scheduler, folder)
-                files = open_files(manifest, folder, stack)
+        _check_same(manifest, ranks, folder)
+        with ranks.together(f"comparing {folder} with the model"), readable(f"{folder / NAME}"):
+            _check_fits(manifest, inventory, scheduler, folder)
+            files = open_files(manifest, folder, stack)
 
         def tensor_of(key: str) -> torch.Tensor:
-            return _read_whole(manifest.by_kind()["extra", key], files)
+            one = manifest.by_kind()["extra", key]
+            return _read(one, files, None, one.shape)
 
-        of_rank = manifest.of_rank(ranks.rank) if ranks.size == 1 + len(manifest.further) else None
+        saved = manifest.at_place(inventory.place)
+        as_many = inventory.engine.ranks.size == manifest.data_size
         with readable(f"{folder / NAME}"):
-            extra = decode(of_rank["extra"] if of_rank else manifest.extra, tensor_of)
+            extra = decode(saved["extra"] if saved and as_many else manifest.extra, tensor_of)
             schedule = decode(manifest.scheduler, tensor_of)
             groups = decode((manifest.optimizer or {}).get("groups", []), tensor_of)
         _begin_moments(manifest, inventory)
         _fill_units(manifest, inventory, files)
         with torch.no_grad():
             for name, tensor in inventory.plain.items():
-                tensor.copy_(_read_whole(manifest.by_kind()[PLAIN, name], files))
+                values = local(tensor)
+                values.copy_(_read(manifest.by_kind()[PLAIN, name], files, inventory.box(name), values.shape))
     if optimizer is not None and manifest.optimizer is not None:
         with readable(f"{folder / NAME}"):
             optimizer_in(manifest.optimizer, groups, inventory, optimizer)
             if scheduler is not None:
                 scheduler.load_state_dict(schedule)
-        saved = manifest.of_rank(ranks.rank)
         with readable(f"the generators' states in {folder / NAME}"):
             if saved is not None:
                 generators.restore(saved["rng"])
             else:
-                generators.begin(manifest.rng, ranks.rank)
+                generators.begin(manifest.rng, inventory.place.data)
     return extra
 
 
@@ -232,6 +243,24 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path}: {error}") from error
     except (FileNotFoundError, NotADirectoryError) as error:
         raise type(error)(error.errno, _no_checkpoint(folder), str(folder)) from None
+
+
+def _check_same(manifest: Manifest, ranks: Ranks, folder: Path) -> None:
+    """Check that all ranks have read the same manifest.
+
+    Raises: CheckpointError, on all of them, naming their folders.
+    """
+    if ranks.size == 1:
+        return
+    mine = f"{folder.absolute()} (hash {manifest.digest})"
+    said = [one.decode() for one in ranks.each(mine.encode(), f"compare {NAME} of all ranks")]
+    if len({one.rpartition(" ")[2] for one in said}) > 1:
+        named = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(said))
+        raise CheckpointError(
+            f"the ranks find different manifests of a checkpoint, and nothing was loaded: {named}. Likely "
+            "cause: the folder is not on a file system that they share, and one has an older copy. Copy the "
+            "same checkpoint to all machines, or name a folder that they share"
+        )
 
 
 def _no_checkpoint(folder: Path) -> str:
@@ -321,9 +350,12 @@ def open_files(manifest: Manifest, folder: Path, stack: contextlib.ExitStack) ->
     return files
 
 
-def _read_whole(tensor: Tensor, files: Mapping[str, TensorReader]) -> torch.Tensor:
-    values = empty(tensor.dtype, tensor.shape)
-    TensorSource(tensor, files).read(as_bytes(values))
+def _read(
+    tensor: Tensor, files: Mapping[str, TensorReader], box: Box | None, shape: Sequence[int]
+) -> torch.Tensor:
+    """Return a box of a tensor, which has this shape; None for the whole."""
+    values = empty(tensor.dtype, tuple(shape))
+    TensorSource(tensor, files, box=box).read(as_bytes(values))
     return values
 
 
@@ -349,7 +381,7 @@ def _fill_units(manifest: Manifest, inventory: Inventory, files: Mapping[str, Te
         engine.residency.changed(unit)
         names = inventory.names_in(unit)
         fields = ("master", *_moments_to_fill(unit, names, manifest, inventory))
-        if fields == ("master",) and _are_in_files(engine, unit, names, tensors, files):
+        if fields == ("master",) and _are_in_files(engine, unit, inventory, tensors, files):
             continue
         _give_room(engine, unit, fields[1:])
         sources: dict[tuple[str, str], TensorSource] = {}
@@ -361,7 +393,8 @@ def _fill_units(manifest: Manifest, inventory: Inventory, files: Mapping[str, Te
                     key = kind, name
                     if key not in sources:
                         first = inventory.stacks.first(name, scales=part.field == "scale")
-                        sources[key] = TensorSource(tensors[of], files, first + part.first)
+                        box = inventory.box(name)
+                        sources[key] = TensorSource(tensors[of], files, first + part.first, box)
                     sources[key].read(part.values)
             job = CopyInPass(unit.record, unit.record.tile_numel, start, stop, values)
             if before is not None:
@@ -383,13 +416,14 @@ def _give_room(engine: Engine, unit: Unit, moments: Sequence[str]) -> None:
 def _are_in_files(
     engine: Engine,
     unit: Unit,
-    names: Sequence[str | None],
+    inventory: Inventory,
     tensors: Mapping[tuple[str, str], Tensor],
     files: Mapping[str, TensorReader],
 ) -> bool:
     """Whether a unit's weights lie in the files they were loaded from, with the masters of a checkpoint."""
     if unit.record.in_files is None:
         return False
+    names = inventory.names_in(unit)
     sources: dict[str, TensorSource] = {}
     for _, chunk in copied_out([(engine, unit, ("master",))]):
         for part in parts(unit.record, chunk.start, chunk.stop, chunk.values):
@@ -398,7 +432,7 @@ def _are_in_files(
             if name is None or tensor is None:
                 return False
             if name not in sources:
-                sources[name] = TensorSource(tensor, files, part.first)
+                sources[name] = TensorSource(tensor, files, part.first, inventory.box(name))
             saved = memoryview(bytearray(len(part.values)))
             sources[name].read(saved)
             if saved != part.values:

@@ -10,6 +10,8 @@ folder ends, and the next save removes it.
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import secrets
 import socket
 import time
@@ -37,22 +39,37 @@ def shared_folder(ranks: Ranks, path: Path, older: Older) -> Iterator[Path]:
         with new_folder(path, older) as filling:
             yield filling
         return
-    nonce = secrets.token_hex(16).encode()
+    nonce = secrets.token_hex(16)
     with ranks.together(f"putting {path} in place"), contextlib.ExitStack() as stack:
-        name = b""
+        name = ""
         with ranks.together(f"making a folder beside {path}"):
             if ranks.rank == 0:
                 filling = stack.enter_context(new_folder(path, older))
-                (filling / _SHARED).write_bytes(nonce)
-                name = filling.name.encode()
-        told = ranks.each(nonce + name, f"meeting beside {path}")[0]
-        filling = path.absolute().parent / told[len(nonce) :].decode()
+                (filling / _SHARED).write_text(nonce)
+                name = filling.name
+        told = ranks.each(json.dumps([nonce, name]).encode(), f"meeting beside {path}")
+        nonce, name = json.loads(told[0])
+        filling = path.absolute().parent / name
         with ranks.together(f"looking for rank 0's folder beside {path}"):
-            _check_shared(filling / _SHARED, told[: len(nonce)])
+            _check_shared(filling / _SHARED, nonce.encode())
         if ranks.rank == 0:
             (filling / _SHARED).unlink()
         with ranks.together(f"writing {path}"):
             yield filling
+
+
+def check_named(ranks: Ranks, folder: str | os.PathLike[str], what: str) -> None:
+    """Check that all ranks name one folder, for `what` they are about to do with it.
+
+    Raises: ConfigError, on all of them, naming each one's.
+    """
+    said = ranks.each(os.fsencode(folder), what)
+    if len({*said}) > 1:
+        named = "; ".join(f"rank {rank}: {os.fsdecode(one)}" for rank, one in enumerate(said))
+        raise ConfigError(
+            f"{what}: the ranks name different folders: {named}. Give all of them the same, such as the one "
+            "that rank 0 chooses (torch.distributed.broadcast_object_list)"
+        )
 
 
 def _check_shared(file: Path, expected: bytes) -> None:

@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 from torch import nn
 
@@ -77,7 +78,7 @@ class Stacks:
                 for piece in one.pieces
             ]
         tensors = tuple(
-            Tensor(name, kind, *spec, tuple(sorted(pieces[kind, name], key=_place)))
+            Tensor(name, kind, *spec, tuple(sorted(pieces[kind, name], key=attrgetter("order"))))
             for (kind, name), spec in specs.items()
         )
         return dataclasses.replace(manifest, tensors=tensors)
@@ -85,10 +86,6 @@ class Stacks:
     def specs(self, specs: Mapping[str, TensorSpec], *, scales: bool = False) -> dict[str, TensorSpec]:
         """Return the specs of tensors in files, from those of a model's."""
         return {self.name(name): self.spec(name, spec, scales=scales) for name, spec in specs.items()}
-
-
-def _place(piece: TensorPiece) -> tuple[int, int]:
-    return piece.start, piece.stop
 
 
 def _places(module: Routed, prefix: str, *, blocks: bool) -> Iterator[tuple[str, SlicePlace]]:

@@ -11,6 +11,7 @@ that forward begins, so that the model draws the same whatever the loop has draw
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from infinity.checkpoint.save_load import optimizer_out
 from infinity.durable.commit import PlainTensor
 from infinity.errors import UnsupportedError
 from infinity.storage.manifest import decode, encode
-from infinity.tensors import as_bytes, empty, name_of_dtype
+from infinity.tensors import as_bytes, empty, local, name_of_dtype
 from infinity.units.tracking import Stateful
 
 
@@ -77,10 +78,11 @@ class Training:
             "rng": said["rng"],
             "rng_forward": generators.capture() if begun else None,
             "tracked": tracked,
+            "place": list(astuple(self.inventory.place)),
             "optimizer": optimizer_out(self.inventory, _none),
         }
         values = {f"tracked.{key}": _taken(one, key) for key, one in tensors.items()}
-        values.update({f"plain.{name}": _taken(one, name) for name, one in self.plain().items()})
+        values.update({f"plain.{name}": _taken(local(one), name) for name, one in self.plain().items()})
         return everything, values
 
     def succeed(self, earlier: Any, later: Any) -> None:
@@ -106,7 +108,7 @@ class Training:
         """Restore what was captured; generators as they were in step()."""
         with torch.no_grad():
             for name, tensor in self.plain().items():
-                tensor.copy_(_given(tensors[f"plain.{name}"]))
+                local(tensor).copy_(_given(tensors[f"plain.{name}"]))
         for name, one in self.tracked.items():
             one.load_state_dict(decode(said["tracked"][name], lambda key: _given(tensors[f"tracked.{key}"])))
         generators.restore(said["rng"])

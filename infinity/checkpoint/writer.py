@@ -15,7 +15,7 @@ from infinity.checkpoint.ranges import copied_out, parts
 from infinity.engine.engine import Engine
 from infinity.storage.manifest import MASTER, PLAIN, TensorPiece, TensorSpec
 from infinity.storage.safetensors_file import TensorEntry, TensorWriter, split_by_size, storage_full
-from infinity.tensors import as_bytes, name_of_dtype
+from infinity.tensors import as_bytes, local, name_of_dtype
 from infinity.units.unit import Unit
 
 FILE_NBYTES = 4 << 30
@@ -33,7 +33,8 @@ class CheckpointWriter:
 
         kept: tensors of this rank alone. Buffers and ordinary parameters, which all ranks have, are rank 0's.
         """
-        self._rank, self._ranks = inventory.engine.ranks.rank, inventory.engine.ranks.size
+        self._rank, self._ranks = inventory.ranks.rank, inventory.ranks.size
+        self._box = inventory.box
         self._specs: dict[tuple[str, str], TensorSpec] = {
             **{(MASTER, name): spec for name, spec in inventory.masters().items()},
             **{(PLAIN, name): spec for name, spec in inventory.plains().items()},
@@ -67,18 +68,25 @@ class CheckpointWriter:
             raise
 
     def _numel(self, kind: str, name: str) -> int:
-        return math.prod(self._specs[kind, name][1])
+        """Return how many elements this rank and those that it shares them with have of a tensor."""
+        box = self._box(name) if kind != "extra" else None
+        return math.prod(self._specs[kind, name][1]) if box is None else box.numel
 
     def _range(self, kind: str, name: str) -> tuple[int, int]:
         """Return the elements [start, stop) of a tensor that this rank writes."""
-        alone = kind == "extra" or (kind == PLAIN and self._rank == 0)
+        alone = kind == "extra"
         return (0, self._numel(kind, name)) if alone else self._held.get((kind, name), (0, 0))
 
     def _entry(self, kind: str, name: str) -> TensorEntry:
-        """Return the file's entry of this rank's piece of a tensor; a whole tensor keeps its name."""
+        """Return the file's entry of this rank's piece of a tensor; a whole tensor keeps its name, and a
+        whole box its shape.
+        """
         dtype, shape = self._specs[kind, name]
         start, stop = self._range(kind, name)
         key = name if kind in _PREFIXES else f"{kind}.{name}"
+        if kind != "extra" and (box := self._box(name)) is not None:
+            bounds = (f"{at}:{at + size}" for at, size in zip(box.first, box.shape, strict=True))
+            key, shape = f"{key}[{','.join(bounds)}]", box.shape
         if stop - start == self._numel(kind, name):
             return TensorEntry(key, dtype, shape)
         return TensorEntry(f"{key}[{start}:{stop}]", dtype, (stop - start,))
@@ -98,16 +106,20 @@ class CheckpointWriter:
         for kind, of_kind in ((PLAIN, tensors), ("extra", kept)):
             for name, tensor in of_kind.items():
                 if (kind, name) in self._sinks:
-                    self._sinks[kind, name].write(as_bytes(tensor))
+                    self._sinks[kind, name].write(as_bytes(local(tensor)))
 
     def pieces(self) -> dict[tuple[str, str], tuple[TensorSpec, TensorPiece | None]]:
         """Return every tensor's spec, and this rank's piece of it; everything has to be written."""
         for writer in self._writers:
             writer.check_whole()
         return {
-            key: (spec, self._sinks[key].finish(*self._range(*key)) if key in self._sinks else None)
+            key: (spec, self._piece(*key) if key in self._sinks else None)
             for key, spec in self._specs.items()
         }
+
+    def _piece(self, kind: str, name: str) -> TensorPiece:
+        box = self._box(name) if kind != "extra" else None
+        return self._sinks[kind, name].finish(*self._range(kind, name), box)
 
     def files(self) -> dict[str, int]:
         """Return the size of each file in bytes."""

@@ -113,8 +113,8 @@ class Engine:
         # From the tiers up: each is given what it needs of those before it.
         self.kept = Ledger(self.budget.kept_nbytes)
         self.host_store = HostStore(self.kept, self.device)
-        of_mine = of_rank(config.nvme_folders, self.ranks.local_rank, self.ranks.local_size)
-        self.durable, self.nvme_store = open_tier(config, *of_mine, self.ranks, self.budget.tile_numel)
+        mine = of_rank(config.nvme_folders, self.ranks.local_rank, self.ranks.local_size)
+        self.durable, self.nvme_store = open_tier(config, *mine, self.stages.everyone, self.budget.tile_numel)
         self.store: Store = self.durable.store if self.durable else self.nvme_store or self.host_store
         self.lane = self._open_lane()
         self.outgoing_share = OutgoingShare(self.device, self.timeline)

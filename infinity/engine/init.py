@@ -207,7 +207,8 @@ class Init:
             engine.close()
             raise
         if error is not None:
-            for ranks in (engine.ranks, engine.stages.mesh.ranks, engine.stages.ranks):  # they meet
+            stages = engine.stages
+            for ranks in (engine.ranks, stages.mesh.ranks, stages.everyone, stages.ranks):  # they meet
                 ranks.post_failure(f"{type(error).__name__}: {error}")
             engine.close()
             construction.failed(error)

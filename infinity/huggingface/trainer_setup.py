@@ -130,7 +130,7 @@ def check_output(model: nn.Module, args: Any, done: int) -> None:
 
 def save_streamed(model: nn.Module) -> None:
     """Replace a model's save_pretrained; see [Note: streamed saving]."""
-    if (engine_of_model(model).ranks.size > 1 or is_hub_model(model)) and saving(model) is None:
+    if (engine_of_model(model).stages.everyone.size > 1 or is_hub_model(model)) and saving(model) is None:
         model.save_pretrained = Saving(model)  # type: ignore[assignment]
 
 
@@ -170,7 +170,7 @@ class Saving:
         infinity.save_pretrained or the model's own function raises.
         """
         model = self._alive()
-        if engine_of_model(model).ranks.size > 1:
+        if engine_of_model(model).stages.everyone.size > 1:
             if self.expected is None or Path(save_directory).absolute() != self.expected:
                 raise UnsupportedError(
                     f"{save_directory}: every rank holds a part of the weights, but trainer.save_model() and "
@@ -188,7 +188,7 @@ class Saving:
     def write(self, folder: Path) -> None:
         """Write the model's files into `folder`, a checkpoint, on every rank."""
         model = self._alive()
-        if engine_of_model(model).ranks.size == 1:  # __call__ has written them
+        if engine_of_model(model).stages.everyone.size == 1:  # __call__ has written them
             return
         if is_adapted(model):
             write_adapters(model, folder)
@@ -219,7 +219,7 @@ def _plainly(model: nn.Module, options: Mapping[str, Any]) -> bool:
 
 def _stream(model: nn.Module, folder: Path, max_shard_size: int | str = "5GB") -> None:
     """Write a model's files into a folder, which may hold other files. Every rank calls this."""
-    filling, ranks = folder / _FILLING, engine_of_model(model).ranks
+    filling, ranks = folder / _FILLING, engine_of_model(model).stages.everyone
     with ranks.together(f"making room in {folder}"):
         if ranks.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)

@@ -457,6 +457,10 @@ class Ranks:
         """Have a method, whose object this does not keep alive, be called at the begin of each `together`."""
         self._before_together.append(weakref.WeakMethod(call))
 
+    def prepare_as(self, others: Ranks) -> None:
+        """Call what `others` call at the begin of each `together`."""
+        self._before_together = others._before_together
+
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
         """Run something that may fail on some ranks alone: the ranks meet at the end of the `with`, and none

@@ -5,7 +5,7 @@
 as the ranks of a process_group do. Along the others, *beside* them, ranks have parts of the same tensors
 (DTensors), or copies of them. What is one for the whole model is summed over all of them, and every element
 counted once: the square of a parameter's gradient by the ranks that are first along each dimension on which
-the parameter is replicated. An overflow counts wherever it is.
+the parameter is replicated; these also write it to checkpoints. An overflow counts wherever it is.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.distributed as dist
 import xxhash
 
 from infinity.errors import ConfigError, UnsupportedError
+from infinity.planning.boxes import Box, all_of
 from infinity.ranks.group import ALONE, Ranks
 from infinity.ranks.groups import placed
 from infinity.tensors import digest, is_distributed
@@ -42,6 +43,8 @@ class DataOfMesh:
     """The ranks that share data and state."""
     beside: tuple[int, ...]
     """The ranks that differ from this one along the other dimensions."""
+    everyone: tuple[int, ...]
+    """All ranks of the mesh."""
 
 
 def data_of_mesh(mesh: DeviceMesh, data: str | Sequence[str] | None) -> DataOfMesh:
@@ -81,7 +84,8 @@ def _seen_from(
         return tuple(sorted(found))
 
     others = tuple(one for one in names if one not in chosen)
-    return DataOfMesh(others, tuple(along([one]) for one in others), along(chosen), along(others))
+    beside = tuple(along([one]) for one in others)
+    return DataOfMesh(others, beside, along(chosen), along(others), along(names))
 
 
 class MeshRanks:
@@ -113,9 +117,10 @@ class MeshRanks:
         """Return what this rank adds to a sum for a parameter, of which it has `value`: nothing where another
         rank adds the same, unless it is not finite.
         """
-        return value if self._counts(parameter) or not math.isfinite(value) else 0.0
+        return value if self.counts(parameter) or not math.isfinite(value) else 0.0
 
-    def _counts(self, parameter: torch.Tensor) -> bool:
+    def counts(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank is the one, of those with copies of what it has of a parameter, that counts."""
         if self._of is None or not self.several:
             return True
         rank, cut = dist.get_rank(), _cut(parameter)
@@ -168,7 +173,7 @@ class MeshRanks:
                     "along the data's dimensions Infinity divides them by itself"
                 )
 
-    def check_whole(self, what: str) -> None:
+    def check_whole(self, what: str, cure: str) -> None:
         """Check that the ranks that share data have the whole model, as `what` needs.
 
         Raises: UnsupportedError where other ranks of the mesh have parts of it.
@@ -176,9 +181,7 @@ class MeshRanks:
         if self._of is not None and self.several:
             raise UnsupportedError(
                 f"{what}: the model is on a mesh, whose ranks along {self._of.names} have parts of it as "
-                "DTensors, and each group of ranks that share data would write its own in the same place. "
-                "Save model.state_dict() and optimizer.state_dict(), which have DTensors, with "
-                "torch.distributed.checkpoint, and load them by load_state_dict"
+                f"DTensors. {cure}"
             )
 
     def _described(self) -> str:
@@ -196,6 +199,30 @@ def _cut(parameter: torch.Tensor) -> set[tuple[int, ...]]:
     return {_members(mesh, number) for number, one in enumerate(placements) if not one.is_replicate()}
 
 
+def box_of(parameter: torch.Tensor, what: str) -> Box:
+    """Return which elements of the whole this process has of a DTensor; of any other tensor, all.
+
+    Raises: UnsupportedError, naming `what`, for a DTensor whose elements here are no box of the whole.
+    """
+    if not is_distributed(parameter):
+        return all_of(parameter.shape)
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    first, shape = [0] * parameter.ndim, list(parameter.shape)
+    for number, one in enumerate(placements):
+        if one.is_replicate():
+            continue
+        if type(one).__name__ != "Shard":
+            raise UnsupportedError(
+                f"{what} is a DTensor placed as {placements}: what a rank has of it is no box of the whole, "
+                "which files could name. Shard and Replicate are saved and loaded"
+            )
+        least = -(-shape[one.dim] // mesh.size(number))
+        begin = min(shape[one.dim], least * mesh.get_local_rank(number))
+        first[one.dim] += begin
+        shape[one.dim] = min(least, shape[one.dim] - begin)
+    return Box(tuple(first), tuple(shape))
+
+
 def _members(mesh: DeviceMesh, number: int) -> tuple[int, ...]:
     """Return the ranks of the world that differ from this one along a dimension of a mesh alone."""
     return tuple(sorted(dist.get_process_group_ranks(mesh.get_group(number))))
@@ -207,11 +234,16 @@ def _opened(members: Sequence[int], device: str, timeout_s: float) -> Ranks:
     return Ranks(members, list(members).index(dist.get_rank()), backend, timeout_s, placed(device))
 
 
-def open_mesh(of: DataOfMesh, device: str, timeout_s: float) -> tuple[Ranks, MeshRanks]:
-    """Connect the ranks that share data, and those beside. All of them divide their machine's memory."""
+def open_mesh(of: DataOfMesh, device: str, timeout_s: float) -> tuple[Ranks, MeshRanks, Ranks]:
+    """Connect the ranks that share data, those beside, and all of both. All divide their machine's memory."""
     ranks = _opened(of.data, device, timeout_s)
     beside = _opened(of.beside, device, timeout_s)
-    if beside.size > 1:
-        ranks.share_machine(beside)
-        ranks.closing.append(beside.close)
-    return ranks, MeshRanks(of, beside)
+    if beside.size == 1:
+        return ranks, MeshRanks(of, beside), ranks
+    everyone = _opened(of.everyone, device, timeout_s) if ranks.size > 1 else beside
+    everyone.prepare_as(ranks)
+    ranks.share_machine(beside)
+    if ranks.size > 1:
+        ranks.closing.append(everyone.close)
+    ranks.closing.append(beside.close)
+    return ranks, MeshRanks(of, beside), everyone

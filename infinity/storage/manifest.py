@@ -2,9 +2,10 @@
 
 [Note: logical tensors]
 A checkpoint is a set of named tensors in their logical shape: parameters and moments as if there were one
-rank, one budget and one tier. A tensor consists of *pieces*, ranges of its flat elements, each of which lies
-in one file. A writer knows only its own pieces; a reader asks for any range. So any number of ranks can read
-what any number has written.
+rank, one budget and one tier. A tensor consists of *pieces*, each of which lies in one file: ranges of its
+flat elements; or, of a mesh, of those of a box of it, the part of the whole that some of the ranks have (see
+planning.boxes). A writer knows only its own pieces; a reader asks for any range of any box. So any number of
+ranks, on any mesh, can read what any other has written.
 
 [Note: hashes]
 The manifest contains an xxh3 hash of each RANGE_NBYTES of a piece, and one of itself. Reading checks a range
@@ -19,12 +20,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import xxhash
 
 from infinity.errors import InfinityError
+from infinity.planning.boxes import Box, all_of
 
 FORMAT = "infinity checkpoint"
 VERSION = 1
@@ -63,7 +66,7 @@ def readable(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """Elements [start, stop) of a tensor, which are the whole tensor `key` of a file."""
+    """Elements [start, stop) of a tensor, or of a box of it, which are the whole tensor `key` of a file."""
 
     file: str
     key: str
@@ -71,6 +74,17 @@ class TensorPiece:
     stop: int
     hashes: tuple[str, ...]
     """Of each RANGE_NBYTES of the piece, xxh3_64 in hex."""
+    box: Box | None = None
+    """None for the whole tensor."""
+
+    def within(self, shape: tuple[int, ...]) -> Box:
+        """Return the box, of a tensor of this shape."""
+        return self.box or all_of(shape)
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """By which the pieces of a tensor are sorted."""
+        return (self.box.first, self.box.shape) if self.box else ((), ()), self.start, self.stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +109,10 @@ class Tensor:
             raise CheckpointError(f"{what}: name and kind of a tensor must be text")
         if self.dtype not in WIDTHS or not all(type(size) is int and size >= 0 for size in self.shape):
             raise CheckpointError(f"{what}: {self.dtype} {list(self.shape)} is not a valid type and shape")
-        at = 0
+        reached: dict[Box, int] = {}
         for piece in self.pieces:
+            box = piece.within(self.shape)
+            at = reached.get(box, 0)
             if piece.start != at or piece.stop < at:
                 raise CheckpointError(
                     f"{what}: a piece of elements {piece.start} to {piece.stop}, expected from {at}"
@@ -106,14 +122,38 @@ class Tensor:
             expected = hash_count((piece.stop - piece.start) * WIDTHS[self.dtype])
             if len(piece.hashes) != expected:
                 raise CheckpointError(f"{what}: {len(piece.hashes)} hashes, expected {expected}")
-            at = piece.stop
-        if at != self.numel:
+            reached[box] = piece.stop
+        self._check_boxes(reached, what)
+
+    def _check_boxes(self, reached: Mapping[Box, int], what: str) -> None:
+        """Check that boxes, each with the elements up to the one that it has, are the tensor, once."""
+        for box, at in reached.items():
+            if not box.lies_in(self.shape) or at != box.numel:
+                where = f" at {list(box.first)} of {list(box.shape)}" if len(reached) > 1 else ""
+                raise CheckpointError(f"{what}: pieces of {at} elements{where}, expected {box.numel}")
+        for number, box in enumerate(reached):
+            for other in list(reached)[:number]:
+                if box.meet(other) is not None:
+                    raise CheckpointError(f"{what}: {box} and {other} have elements in common")
+        if (at := sum(reached.values())) != self.numel:
             raise CheckpointError(f"{what}: pieces of {at} elements, expected {self.numel}")
 
 
 def hash_count(nbytes: int) -> int:
     """Return how many ranges a piece of `nbytes` has."""
     return -(-nbytes // RANGE_NBYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPlace:
+    """Where a rank is among those that save or load together."""
+
+    data: int
+    """Its number among the ranks that have different data."""
+    beside: int = 0
+    """Its number among those that have the same, where they are a mesh."""
+    beside_size: int = 1
+    """How many these are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +170,8 @@ class Manifest:
     """The class and configuration of a model of transformers; None for other models."""
     further: tuple[Mapping[str, Any], ...] = ()
     """"rng" and "extra" of ranks 1, 2, …; those of rank 0 are the fields above."""
+    places: tuple[MeshPlace, ...] = ()
+    """Of each rank, where they are a mesh; else they all have different data."""
 
     def of_rank(self, rank: int) -> Mapping[str, Any] | None:
         """Return "rng" and "extra" of a rank; None for a rank that took no part in saving."""
@@ -137,13 +179,40 @@ class Manifest:
             return {"rng": self.rng, "extra": self.extra}
         return self.further[rank - 1] if rank <= len(self.further) else None
 
+    @property
+    def data_size(self) -> int:
+        """How many different data the ranks have had."""
+        return 1 + max(place.data for place in self._placed)
+
+    @property
+    def _placed(self) -> Sequence[MeshPlace]:
+        return self.places or [MeshPlace(rank) for rank in range(1 + len(self.further))]
+
+    def at_place(self, place: MeshPlace) -> Mapping[str, Any] | None:
+        """Return "rng" and "extra" of the rank at a place of the mesh; of one that had its data, where the
+        mesh was another beside these; None where no rank had its data.
+        """
+        there = {one: rank for rank, one in enumerate(self._placed)}
+        same_data = (rank for one, rank in there.items() if one.data == place.data)
+        rank = there.get(place, next(same_data, None))
+        return None if rank is None else self.of_rank(rank)
+
     def by_kind(self) -> dict[tuple[str, str], Tensor]:
         """Return the tensors by (kind, name)."""
         return {(one.kind, one.name): one for one in self.tensors}
 
+    @property
+    def digest(self) -> str:
+        """A hash of all of it."""
+        return _hash(self._body())
+
     def to_json(self) -> str:
         """Return the manifest's text."""
-        body = {
+        body = self._body()
+        return json.dumps({"xxh3": _hash(body), "manifest": body}, indent=1, allow_nan=False)
+
+    def _body(self) -> dict[str, Any]:
+        return {
             "format": FORMAT,
             "version": VERSION,
             "range_nbytes": RANGE_NBYTES,
@@ -154,12 +223,12 @@ class Manifest:
             "extra": self.extra,
             "model": self.model,
             **({"further": self.further} if self.further else {}),
+            **({"mesh": [[*astuple(one)] for one in self.places]} if self.places else {}),
             "tensors": [
                 [one.name, one.kind, one.dtype, one.shape, [_piece_out(piece) for piece in one.pieces]]
                 for one in self.tensors
             ],
         }
-        return json.dumps({"xxh3": _hash(body), "manifest": body}, indent=1, allow_nan=False)
 
     @staticmethod
     def from_json(text: str | bytes) -> Manifest:
@@ -184,7 +253,10 @@ class Manifest:
             )
             kept = {key: body[key] for key in ("optimizer", "scheduler", "rng", "extra", "model")}
             further = tuple({"rng": one["rng"], "extra": one["extra"]} for one in body.get("further", ()))
-            manifest = Manifest(tensors, body["files"], **kept, further=further)
+            places = tuple(MeshPlace(*map(int, one)) for one in body.get("mesh", ()))
+            if places and len(places) != 1 + len(further):
+                raise CheckpointError(f"places of {len(places)} ranks, and state of {1 + len(further)}")
+            manifest = Manifest(tensors, body["files"], **kept, further=further, places=places)
         if len(manifest.by_kind()) != len(tensors):
             raise CheckpointError("the manifest names a tensor twice")
         return manifest
@@ -199,6 +271,7 @@ class RankManifest:
     files: Mapping[str, int]
     rng: Mapping[str, Any]
     extra: Any
+    place: MeshPlace = MeshPlace(0)
 
     def to_json(self) -> bytes:
         """Return its text."""
@@ -207,6 +280,7 @@ class RankManifest:
             for (kind, name), (spec, piece) in self.pieces.items()
         ]
         said = {"pieces": rows, "files": dict(self.files), "rng": self.rng, "extra": self.extra}
+        said["place"] = astuple(self.place)
         return json.dumps(said, separators=(",", ":"), allow_nan=False).encode()
 
     @staticmethod
@@ -217,7 +291,7 @@ class RankManifest:
             (kind, name): ((dtype, tuple(shape)), None if piece is None else _piece_in(piece))
             for kind, name, dtype, shape, piece in said["pieces"]
         }
-        return RankManifest(pieces, said["files"], said["rng"], said["extra"])
+        return RankManifest(pieces, said["files"], said["rng"], said["extra"], MeshPlace(*said["place"]))
 
 
 def joined(ranks: Sequence[RankManifest], said: Mapping[str, Any]) -> Manifest:
@@ -238,13 +312,12 @@ def joined(ranks: Sequence[RankManifest], said: Mapping[str, Any]) -> Manifest:
                 )
             pieces.setdefault((kind, name), []).extend([] if piece is None else [piece])
     tensors = tuple(
-        Tensor(
-            name, kind, *spec, tuple(sorted(pieces[kind, name], key=lambda piece: (piece.start, piece.stop)))
-        )
+        Tensor(name, kind, *spec, tuple(sorted(pieces[kind, name], key=attrgetter("order"))))
         for (kind, name), spec in specs.items()
     )
     of_ranks = [{"rng": one.rng, "extra": one.extra} for one in ranks]
-    return Manifest(tensors, files, **said, **of_ranks[0], further=tuple(of_ranks[1:]))
+    places = tuple(one.place for one in ranks) if any(one.place.beside_size > 1 for one in ranks) else ()
+    return Manifest(tensors, files, **said, **of_ranks[0], further=tuple(of_ranks[1:]), places=places)
 
 
 def _hash(body: Mapping[str, Any]) -> str:
@@ -253,12 +326,17 @@ def _hash(body: Mapping[str, Any]) -> str:
 
 
 def _piece_out(piece: TensorPiece) -> list[Any]:
-    return [piece.file, piece.key, piece.start, piece.stop, piece.hashes]
+    box = [] if piece.box is None else [[piece.box.first, piece.box.shape]]
+    return [piece.file, piece.key, piece.start, piece.stop, piece.hashes, *box]
 
 
 def _piece_in(piece: Sequence[Any]) -> TensorPiece:
-    file, key, start, stop, hashes = piece
-    return TensorPiece(str(file), str(key), int(start), int(stop), tuple(map(str, hashes)))
+    file, key, start, stop, hashes, *boxes = piece
+    box = None
+    if boxes:
+        ((first, shape),) = boxes
+        box = Box(tuple(map(int, first)), tuple(map(int, shape)))
+    return TensorPiece(str(file), str(key), int(start), int(stop), tuple(map(str, hashes)), box)
 
 
 # Does it fit?

@@ -34,10 +34,19 @@ _CURE = (
 class Stages:
     """See [Note: stages]. A model that is whole is one stage."""
 
-    def __init__(self, ranks: Ranks = ALONE, *, durable: bool = False, mesh: MeshRanks | None = None) -> None:
-        """Know the stages that `ranks` connects, one of each. durable: whether steps are committed. mesh: the
+    def __init__(
+        self,
+        everyone: Ranks = ALONE,
+        ranks: Ranks = ALONE,
+        *,
+        durable: bool = False,
+        mesh: MeshRanks | None = None,
+    ) -> None:
+        """Know the stages that `ranks` connects, one of each. everyone: all that have a stage together: those
+        that share its data and, on a mesh, those beside them. durable: whether steps are committed. mesh: the
         ranks that have parts of the same stage.
         """
+        self.everyone = everyone
         self.mesh = mesh or MeshRanks()
         self._ranks = ranks
         self._durable = durable
@@ -141,7 +150,8 @@ def open_with_stages(
     if isinstance(process_group, DataOfMesh):
         return _open_with_mesh(process_group, pipeline_group, device, timeout_s, durable=durable)
     if pipeline_group is None:
-        return open_ranks(process_group, device, timeout_s), Stages(durable=durable)
+        ranks = open_ranks(process_group, device, timeout_s)
+        return ranks, Stages(ranks, durable=durable)
     if process_group is not None:
         ranks = open_ranks(process_group, device, timeout_s)
         others = open_ranks(pipeline_group, device, timeout_s)
@@ -165,24 +175,18 @@ def open_with_stages(
         raise ConfigError(wrong or _NOT_DURABLE)
     ranks.share_machine(others)
     ranks.closing.append(others.close)
-    return ranks, Stages(others, durable=durable)
+    return ranks, Stages(ranks, others, durable=durable)
 
 
 def _open_with_mesh(
     of: DataOfMesh, pipeline_group: Any, device: str, timeout_s: float, *, durable: bool
 ) -> tuple[Ranks, Stages]:
     """Connect the ranks of a mesh, and those that have the other stages of a pipeline, if there is one."""
-    if durable and len(of.beside) > 1:
-        raise ConfigError(
-            "durable=True with a mesh: the ranks that share data commit their steps, and those along "
-            f"{of.names} might be a step ahead after a crash. Leave it out, and save with "
-            "torch.distributed.checkpoint, to which model.state_dict() gives DTensors"
-        )
-    ranks, mesh = open_mesh(of, device, timeout_s)
+    ranks, mesh, everyone = open_mesh(of, device, timeout_s)
     if pipeline_group is None:
-        return ranks, Stages(durable=durable, mesh=mesh)
+        return ranks, Stages(everyone, durable=durable, mesh=mesh)
     others = open_ranks(pipeline_group, device, timeout_s)
-    both = sorted({*of.data, *of.beside} & {*others.members})
+    both = sorted({*of.everyone} & {*others.members})
     wrong = (
         f"mesh and pipeline_group have ranks {both} in common. mesh is of the ranks that share a stage "
         '(mesh["dp", "tp"]), pipeline_group of one rank of each stage (mesh["pp"])'
@@ -193,4 +197,4 @@ def _open_with_mesh(
         raise ConfigError(wrong or _NOT_DURABLE)
     ranks.share_machine(others)
     ranks.closing.append(others.close)
-    return ranks, Stages(others, durable=durable, mesh=mesh)
+    return ranks, Stages(everyone, others, durable=durable, mesh=mesh)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from infinity.checkpoint import hashed_stream as streams
 from infinity.checkpoint.hashed_stream import Sink, TensorSource
 from infinity.errors import CorruptionError
+from infinity.planning.boxes import Box
 from infinity.storage import manifest
 from infinity.storage.manifest import MASTER, Tensor
 from infinity.storage.safetensors_file import TensorEntry, TensorReader, TensorWriter
@@ -43,22 +44,59 @@ def write(folder, values, cuts, steps):
             sink.write(left[:steps])
             left = left[steps:]
         writer.check_whole()
-        pieces.append(sink.finish(start, stop))
+        pieces.append(sink.finish(start, stop, None))
     return Tensor("x", MASTER, "F32", (values.numel(),), tuple(pieces))
 
 
-def read(folder, tensor, first, steps):
+def read(folder, tensor, first, steps, box=None):
+    """Read elements from `first` on, of a box or the whole, in steps of so many."""
     with contextlib.ExitStack() as stack:
         files = {
             piece.file: stack.enter_context(TensorReader(folder / piece.file)) for piece in tensor.pieces
         }
-        source = TensorSource(tensor, files, first)
-        found = torch.empty(tensor.numel - first)
+        source = TensorSource(tensor, files, first, box)
+        found = torch.empty((box or tensor).numel - first)
         left = as_bytes(found)
         while left:
-            source.read(left[:steps])
-            left = left[steps:]
+            source.read(left[: 4 * steps])
+            left = left[4 * steps :]
         return found
+
+
+def write_grid(folder, values, cuts, halves):
+    """Write a tensor of two dimensions as boxes between the cuts of each, each in two flat parts."""
+    pieces = []
+    bounds = [[0, *sorted(set(of)), size] for of, size in zip(cuts, values.shape, strict=True)]
+    for (top, bottom), (left, right) in itertools.product(*map(itertools.pairwise, bounds)):
+        box = Box((top, left), (bottom - top, right - left))
+        flat = values[top:bottom, left:right].reshape(-1)
+        for start, stop in itertools.pairwise(sorted({0, min(halves, box.numel), box.numel})):
+            key = f"{box}{start}"
+            writer = TensorWriter(
+                folder / f"f{len(pieces)}.safetensors", [TensorEntry(key, "F32", (stop - start,))], {}
+            )
+            sink = Sink(writer, key)
+            sink.write(as_bytes(flat[start:stop]))
+            pieces.append(sink.finish(start, stop, box))
+    return Tensor("x", MASTER, "F32", tuple(values.shape), tuple(pieces))
+
+
+@given(
+    st.tuples(st.lists(st.integers(1, 12), max_size=3), st.lists(st.integers(1, 9), max_size=3)),
+    st.integers(1, 100),
+    st.tuples(st.integers(0, 12), st.integers(0, 9)),
+    st.tuples(st.integers(1, 13), st.integers(1, 10)),
+    st.integers(1, 60),
+)
+def test_any_box_reads_back_from_any_boxes(tmp_path_factory, cuts, halves, first, shape, steps):
+    folder = tmp_path_factory.mktemp("x")
+    values = torch.arange(130, dtype=torch.float32).view(13, 10)
+    tensor = write_grid(folder, values, cuts, halves)
+    box = Box(first, tuple(min(one, most - at) for one, most, at in zip(shape, (13, 10), first, strict=True)))
+    expected = values[first[0] : first[0] + box.shape[0], first[1] : first[1] + box.shape[1]].reshape(-1)
+    assert torch.equal(read(folder, tensor, 0, steps, box), expected)
+    begin = box.numel // 2
+    assert torch.equal(read(folder, tensor, begin, steps, box), expected[begin:])
 
 
 @given(

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinity.planning.boxes import Box
 from infinity.storage.manifest import (
     MASTER,
     RANGE_NBYTES,
     CheckpointError,
     Manifest,
+    MeshPlace,
     Tensor,
     TensorPiece,
     compare,
@@ -137,6 +139,43 @@ def test_pieces_that_do_not_cover_a_tensor_once_are_refused(bounds, said):
     pieces = tuple(TensorPiece(FILE, "a", start, stop, ("0",)) for start, stop in bounds)
     with pytest.raises(CheckpointError, match=said):
         Tensor("a", MASTER, "F32", (10,), pieces)
+
+
+def boxed(first, shape, start=0, stop=None):
+    box = Box(first, shape)
+    return TensorPiece(FILE, "a", start, box.numel if stop is None else stop, ("0",), box)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "said"),
+    [
+        ([boxed((0, 0), (4, 2)), boxed((0, 2), (4, 2), 0, 3), boxed((0, 2), (4, 2), 3)], None),
+        ([boxed((0, 0), (4, 2))], "pieces of 8 elements, expected 16"),
+        ([boxed((0, 0), (4, 2)), boxed((0, 2), (4, 2), 0, 3)], "3 elements at .0, 2. of .4, 2., expected 8"),
+        ([boxed((0, 0), (4, 2)), boxed((0, 1), (4, 2))], "have elements in common"),
+        ([boxed((0, 0), (4, 2)), boxed((0, 3), (4, 2))], "pieces of 8 elements at .0, 3. of .4, 2."),
+        ([boxed((0,), (16,))], "expected 16"),
+        ([TensorPiece(FILE, "a", 0, 16, ("0",)), boxed((0, 0), (1, 1))], "elements in common"),
+    ],
+)
+def test_boxes_have_to_be_a_tensor_once(pieces, said):
+    if said is None:
+        tensor = Tensor("a", MASTER, "F32", (4, 4), tuple(pieces))
+        assert Manifest.from_json(Manifest((tensor,), {}).to_json()).tensors == (tensor,)
+        return
+    with pytest.raises(CheckpointError, match=said):
+        Tensor("a", MASTER, "F32", (4, 4), tuple(pieces))
+
+
+def test_each_rank_of_another_mesh_gets_the_state_of_its_data():
+    places = tuple(MeshPlace(data, beside, 2) for data in (0, 1) for beside in (0, 1))
+    further = tuple({"rng": {}, "extra": rank} for rank in (1, 2, 3))
+    manifest = Manifest.from_json(Manifest((), {}, extra=0, further=further, places=places).to_json())
+    assert manifest.data_size == 2
+    assert [manifest.at_place(one)["extra"] for one in places] == [0, 1, 2, 3]
+    assert [manifest.at_place(MeshPlace(data))["extra"] for data in (0, 1)] == [0, 2]
+    assert [manifest.at_place(MeshPlace(0, beside, 4))["extra"] for beside in (0, 1, 2, 3)] == [0] * 4
+    assert manifest.at_place(MeshPlace(2)) is None
 
 
 def test_a_hash_that_is_missing_is_refused():

@@ -19,7 +19,13 @@ def error_of(call):
 
 def edits(place):
     """Return what becomes of edits; `wrong` has those that did not do what they should."""
-    settings = {"mesh": place.mesh, "data": "dp", "nvme": place.folder, "dtype": "fp32"}
+    settings = {
+        "mesh": place.mesh,
+        "data": "dp",
+        "nvme": place.folder,
+        "dtype": "fp32",
+        "host_memory": "64MiB",
+    }
 
     def cut():
         with infinity.Init(tile_above="1KiB", **settings):

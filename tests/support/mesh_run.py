@@ -29,6 +29,7 @@ from answers import answer_all
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import recipe as reference
 from mesh_edits import edits
+from mesh_saves import durable, exported, loaded_from_dcp, saves
 
 VOCABULARY, WIDTH, TOKENS, BATCH = 61, 64, 7, 2
 COMPUTES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -261,7 +262,14 @@ def made(place, *options):
 def offloaded(place, *options, dtype="fp32", **settings):
     """Build the parallel model in Init, or before it."""
     with infinity.Init(
-        **{"mesh": place.mesh, "data": "dp", "dtype": dtype, "nvme": place.folder, **settings}
+        **{
+            "mesh": place.mesh,
+            "data": "dp",
+            "dtype": dtype,
+            "nvme": place.folder,
+            "host_memory": WIDE,
+            **settings,
+        }
     ) as init:
         model = made(place, *options) if "taken in" not in options else None
         if model is None:
@@ -372,7 +380,9 @@ class Holder(nn.Module):
 
 def held(place, *parts, mesh=None, **settings):
     """Build a module of DTensors, one for each of `parts`, which make them, in Init."""
-    with infinity.Init(**{"mesh": mesh or place.mesh, "data": "dp", "nvme": place.folder, **settings}):
+    with infinity.Init(
+        **{"mesh": mesh or place.mesh, "data": "dp", "nvme": place.folder, "host_memory": WIDE, **settings}
+    ):
         return Holder(*(one() for one in parts))
 
 
@@ -391,7 +401,7 @@ def wrong(place):
         return distribute_tensor(whole, on, [Shard(0)] * on.ndim)
 
     def told(**settings):
-        with infinity.Init(nvme=place.folder, **settings):
+        with infinity.Init(nvme=place.folder, host_memory=WIDE, **settings):
             Holder(whole)
 
     def saved(how):
@@ -414,13 +424,9 @@ def wrong(place):
         "without": refused(lambda: told(data="dp")),
         "both": refused(lambda: told(mesh=mesh, data="dp", process_group=place.data)),
         "unnamed": refused(lambda: told(mesh=DeviceMesh("cpu", list(range(ranks))), data=())),
-        "durable": refused(lambda: told(mesh=mesh, data="dp", durable=True)),
         "pipeline": refused(lambda: told(mesh=mesh, data="dp", pipeline_group=flat)),
         "assigned": saved(assign),
         "plain state": saved(lambda model, _: model.load_state_dict({"part0": whole})),
-        "save": saved(lambda model, optimizer: infinity.save(model, optimizer, f"{place.folder}/saved")),
-        "load": saved(lambda model, optimizer: infinity.load(model, optimizer, f"{place.folder}/saved")),
-        "save_pretrained": saved(lambda model, _: infinity.save_pretrained(model, f"{place.folder}/out")),
         "muon": refused(lambda: infinity.Muon(held(place, sharded).parameters())),
         "released": saved(lambda model, _: model.part0.full_tensor()),
         "in place": saved(lambda model, _: model.part0.add_(1)),
@@ -429,19 +435,19 @@ def wrong(place):
 
 
 def held_without(place, part):
-    with infinity.Init(nvme=place.folder, process_group=place.data):
+    with infinity.Init(nvme=place.folder, host_memory=WIDE, process_group=place.data):
         Holder(part())
 
 
 def later(place):
-    with infinity.Init(mesh=place.mesh, data="dp", nvme=place.folder):
+    with infinity.Init(mesh=place.mesh, data="dp", nvme=place.folder, host_memory=WIDE):
         model = nn.Sequential(nn.Linear(4, 4))
     parallelize_module(model, place.tensor, {"0": ColwiseParallel()})
 
 
 def overflow(place):
     """Let the gradients of one rank alone overflow; return the scaler's scales, and the steps made."""
-    with infinity.Init(mesh=place.mesh, data="dp", nvme=place.folder, dtype="bf16"):
+    with infinity.Init(mesh=place.mesh, data="dp", nvme=place.folder, host_memory=WIDE, dtype="bf16"):
         model = parallel(MeshModel(), place.tensor)
     optimizer = infinity.AdamW(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
@@ -516,7 +522,7 @@ def places_of(optimizer):
 
 def reduced_by_hand(place):
     """Return the error of a model whose plan sums gradients of ordinary parameters over the ranks itself."""
-    with infinity.Init(mesh=place.mesh, data="dp", nvme=place.folder):
+    with infinity.Init(mesh=place.mesh, data="dp", nvme=place.folder, host_memory=WIDE):
         model = from_transformers(place, "Qwen3")
     return {"error": refused(loss_of(model, place.batch(0)).backward)}
 
@@ -557,6 +563,10 @@ def saved_by_dcp(place):
 
 
 SPECIAL = {
+    "durable": lambda place: durable(place, sys.modules[__name__]),
+    "loaded from dcp": lambda place: loaded_from_dcp(place, sys.modules[__name__]),
+    "exported": lambda place: exported(place, sys.modules[__name__]),
+    "saves": lambda place: saves(place, sys.modules[__name__]),
     "edits": edits,
     "reduced by hand": reduced_by_hand,
     "saved by dcp": saved_by_dcp,
