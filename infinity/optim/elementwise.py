@@ -36,6 +36,7 @@ def wrap_optimizer(
     *,
     max_norm: float | None = None,
     update: Literal["forward", "backward"] = "forward",
+    speculate: bool | None = None,
     **options: Any,
 ) -> Elementwise:
     """Return an optimizer that steps offloaded parameters by any elementwise class of torch.optim.
@@ -50,7 +51,7 @@ def wrap_optimizer(
     Raises: UnsupportedError for a class that is not elementwise, or whose state a record has no room for; see
     [Note: what is elementwise]. What `kind` itself raises for its options.
     """
-    return Elementwise(kind, params, max_norm=max_norm, update=update, **options)
+    return Elementwise(kind, params, max_norm=max_norm, update=update, speculate=speculate, **options)
 
 
 class Elementwise(OffloadedOptimizer):
@@ -63,11 +64,14 @@ class Elementwise(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: Literal["forward", "backward"] = "forward",
+        speculate: bool | None = None,
         **options: Any,
     ) -> None:
         """Test the class, and take the parameters; room for their state is allocated now."""
         chosen = _OptimizerKind(kind, options)
-        super().__init__(params, chosen.defaults, chosen.recipe(), max_norm=max_norm, update=update)
+        super().__init__(
+            params, chosen.defaults, chosen.recipe(), max_norm=max_norm, update=update, speculate=speculate
+        )
 
 
 @dataclass(frozen=True, slots=True)

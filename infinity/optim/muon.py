@@ -72,6 +72,7 @@ class Muon(OffloadedOptimizer):
         max_norm: float | None = None,
         update: When = "forward",
         seed: int = 0,
+        speculate: bool | None = None,
         **options: Any,
     ) -> None:
         settle(Muon, None, options, params)
@@ -87,7 +88,9 @@ class Muon(OffloadedOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "use_muon": True,
         }
-        super().__init__(params, defaults, recipes.MUON, max_norm=max_norm, update=update, seed=seed)
+        super().__init__(
+            params, defaults, recipes.MUON, max_norm=max_norm, update=update, seed=seed, speculate=speculate
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: to be stepped by AdamW where the group says use_muon=False.

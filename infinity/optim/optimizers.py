@@ -45,11 +45,14 @@ class AdamW(OffloadedOptimizer):
         max_norm: float | None = None,
         update: When = "forward",
         seed: int = 0,
+        speculate: bool | None = None,
         **options: Any,
     ) -> None:
         settle(AdamW, torch.optim.AdamW, {"amsgrad": amsgrad, **options}, params)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, recipes.ADAMW, max_norm=max_norm, update=update, seed=seed)
+        super().__init__(
+            params, defaults, recipes.ADAMW, max_norm=max_norm, update=update, seed=seed, speculate=speculate
+        )
 
 
 class Adam(OffloadedOptimizer):
@@ -66,11 +69,14 @@ class Adam(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: When = "forward",
+        speculate: bool | None = None,
         **options: Any,
     ) -> None:
         settle(Adam, torch.optim.Adam, {"amsgrad": amsgrad, **options}, params)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, recipes.ADAM, max_norm=max_norm, update=update)
+        super().__init__(
+            params, defaults, recipes.ADAM, max_norm=max_norm, update=update, speculate=speculate
+        )
 
 
 class SGD(OffloadedOptimizer):
@@ -92,6 +98,7 @@ class SGD(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: When = "forward",
+        speculate: bool | None = None,
         **options: Any,
     ) -> None:
         settle(SGD, torch.optim.SGD, options, params)
@@ -102,7 +109,7 @@ class SGD(OffloadedOptimizer):
         recipe = recipes.MOMENTUM if any(momenta or [momentum]) else recipes.SGD
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
         defaults |= {"weight_decay": weight_decay, "nesterov": nesterov}
-        super().__init__(groups, defaults, recipe, max_norm=max_norm, update=update)
+        super().__init__(groups, defaults, recipe, max_norm=max_norm, update=update, speculate=speculate)
 
 
 class Adagrad(OffloadedOptimizer):
@@ -122,6 +129,7 @@ class Adagrad(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: When = "forward",
+        speculate: bool | None = None,
         **options: Any,
     ) -> None:
         settle(Adagrad, torch.optim.Adagrad, options, params)
@@ -129,7 +137,9 @@ class Adagrad(OffloadedOptimizer):
             raise ValueError(f"initial_accumulator_value={initial_accumulator_value}: expected at least 0")
         defaults = {"lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay}
         defaults["initial_accumulator_value"] = initial_accumulator_value
-        super().__init__(params, defaults, recipes.ADAGRAD, max_norm=max_norm, update=update)
+        super().__init__(
+            params, defaults, recipes.ADAGRAD, max_norm=max_norm, update=update, speculate=speculate
+        )
 
     def make_room(self, engine: Engine, parameter: nn.Parameter) -> None:
         """Make room for the sum of squared gradients, with its initial value."""
@@ -158,8 +168,11 @@ class Lion(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: When = "forward",
+        speculate: bool | None = None,
         **options: Any,
     ) -> None:
         settle(Lion, None, options, params)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, defaults, recipes.LION, max_norm=max_norm, update=update)
+        super().__init__(
+            params, defaults, recipes.LION, max_norm=max_norm, update=update, speculate=speculate
+        )
