@@ -112,8 +112,6 @@ class Arrivals:
         self._lane = lane
         self._durable = durable
         self._speculation = speculation
-        self._came = False
-        """Whether the backward that runs has brought a gradient."""
         hooks.backward_ended.append(self._backward_ended)
 
     def join(self, optimizer: Any) -> None:
@@ -146,7 +144,6 @@ class Arrivals:
         grad = parameter.grad
         if grad is None:
             return
-        self._came = True
         updater = self.updater(unit)
         if updater is not None and self._durable is not None:
             self._durable.before_change()
@@ -356,9 +353,6 @@ class Arrivals:
         return None
 
     def _backward_ended(self) -> None:
-        if self._came:
-            self._came = False
-            self._speculation.count_backward()
         if self._meeting is not None:
             self._meeting.before(None)
         self._agree_on_divided()

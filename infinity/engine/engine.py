@@ -199,8 +199,8 @@ class Engine:
         return Arrivals(self.units, self.parameters.unit_of, self.hooks, *parts)
 
     def _open_speculation(self) -> Speculation:
-        never = why_never(self.ranks.size, durable=self.durable is not None, stage=self.config.stage)
-        return Speculation(self.lane, self.device, self.residency, self.nvme_store, never)
+        parts = self.lane, self.device, self.residency, self.store
+        return Speculation(*parts, why_never(self.ranks.size, self.config.stage))
 
     def _open_parts(self, copies: Any) -> PartitionedBoundaries | None:
         """Return what divides the inputs of checkpoints among the ranks of the process group `copies`."""
@@ -295,8 +295,7 @@ class Engine:
         unit that each record is of.
 
         routed: records of slices alone, of which the data decides whether they are used, and whether a
-        backward uses them again. chosen: records of
-        modules that each rank's data chooses among.
+        backward uses them again. chosen: records of modules that each rank's data chooses among.
         """
         self.lane.drain()
         for record, parameters in records.items():
@@ -401,9 +400,8 @@ class Engine:
             self.arrivals.have_slices(whole.pieces())
 
     def _open_tier(self, largest_nbytes: int) -> DeviceTier | None:
-        """Divide the memory of an accelerator; None where the CPU computes.
-
-        Raises: DeviceMemoryError where the model cannot run in it.
+        """Divide the memory of an accelerator; None where the CPU computes. Raises: DeviceMemoryError where
+        the model cannot run in it.
         """
         room, free = self.device.room, self.device.free_nbytes()
         if room is None:

@@ -37,19 +37,18 @@ from infinity.records.record import Record
 from infinity.records.update_rules import Recipe
 from infinity.records.updates import Update
 from infinity.sizes import BLOCK, format_size, round_up
-from infinity.storage.store import DiskStore, Extent
+from infinity.storage.generations import TwinStore
+from infinity.storage.store import Extent, HostStore, Store
 from infinity.units.residency import UnitResidency
 from infinity.units.unit import Unit
 
 logger = logging.getLogger("infinity")
 
 
-def why_never(ranks: int, *, durable: bool, stage: int) -> str:
+def why_never(ranks: int, stage: int) -> str:
     """Return why an engine cannot make updates ahead, in words; empty where it may."""
     if ranks > 1:
         return "several ranks train"
-    if durable:
-        return "the run is durable"
     return "stages 1 and 2 keep parameters resident" if stage < 3 else ""
 
 
@@ -130,13 +129,13 @@ class Speculation:
         lane: StreamLane,
         device: Device,
         residency: UnitResidency,
-        store: DiskStore | None,
+        store: Store,
         never: str,
     ) -> None:
-        """Make none so far. store: on NVMe, for what is written; None without NVMe. never: why none can be
-        made, in words; empty if some can.
+        """Make none so far. store: that of the records. never: why none can be made, in words; empty if
+        some can.
         """
-        self.never = never or ("" if store is not None else "there is no NVMe")
+        self.never = never or ("there is no NVMe" if isinstance(store, HostStore) else "")
         self.confirmed = self.dropped = 0
         """Units' updates that were made ahead, and were right, or wrong."""
         self.nbytes = 0
@@ -147,7 +146,6 @@ class Speculation:
         self._residency, self._store = residency, store
         self._spare: dict[Unit, dict[str, Extent]] = {}
         self._of: dict[Unit, _Speculated] = {}
-        self._backwards = 0
 
     def check_possible(self, kind: str) -> None:
         """See that some can be made, for an optimizer that was told to.
@@ -167,7 +165,7 @@ class Speculation:
         """
         able = [unit for unit in units if unit.trainable and not self._lies_elsewhere(unit.record)]
         try:
-            for unit in able:
+            for unit in able if not isinstance(self._store, TwinStore) else ():
                 self._extents(unit)
         except StorageFullError as full:
             needed = sum(one.record.field_nbytes(name) for one in able for name in one.record.fields)
@@ -202,6 +200,9 @@ class Speculation:
             logger.warning("no update is made before step() any more: %s", full)
             optimizer.speculation.give_up()
             return False
+        if extents is None:
+            self.refused["commits name both generations of its record"] += 1
+            return False
         self._spare[unit] = {}
         fields = NextFields(unit.record, extents)
         ahead = _Ahead(fields, self._spare[unit])
@@ -235,10 +236,6 @@ class Speculation:
             del self._of[unit]
             one.ahead.drop()
 
-    def count_backward(self) -> None:
-        """Count a backward that has brought gradients."""
-        self._backwards += 1
-
     def _gradients_of(self, unit: Unit, optimizer: Foreseer) -> list[Gradient]:
         """Return the gradients of all of a unit's parameters, or fewer where some have none, or are another
         optimizer's.
@@ -266,14 +263,15 @@ class Speculation:
             return "earlier passes over its record are not over"
         return ""
 
-    @staticmethod
-    def _lies_elsewhere(record: Record) -> str:
+    def _lies_elsewhere(self, record: Record) -> str:
         """Return why a record's place does not allow it; empty if it does."""
         if record.on_device or record.in_files is not None or record.all_in_host:
             return "its record is not on NVMe"
         others = [name for name in record.fields if name != "hi"]
         if any(record.volatile(name) or name in record.targets for name in others):
             return "more of its record than hi lies in host memory"
+        if isinstance(self._store, TwinStore) and (record.volatile("hi") or "hi" in record.targets):
+            return "its hi lies in host memory in a durable run"
         return ""
 
     @staticmethod
@@ -287,14 +285,17 @@ class Speculation:
                 return False
         return True
 
-    def _extents(self, unit: Unit) -> dict[str, Extent]:
-        """Return an extent for each field of a unit's record: those that are free for it, and new ones.
+    def _extents(self, unit: Unit) -> dict[str, Extent] | None:
+        """Return an extent for each field of a unit's record: those that are free for it, and new ones; in a
+        durable run the other sides of its twins, None where these are not free.
 
         Raises: aio.StorageFullError.
         """
         spare, store = self._spare.setdefault(unit, {}), self._store
-        if store is None:
-            raise AssertionError(f"{unit.name}: expected a store on NVMe, got none")
+        if isinstance(store, TwinStore):
+            twins = {name: unit.record.home(name)[0] for name in unit.record.fields}
+            sides = {name: side for name, one in twins.items() if (side := store.other_side(one)) is not None}
+            return sides if len(sides) == len(twins) else None
         for name in unit.record.fields:
             nbytes = round_up(max(unit.record.field_nbytes(name), 1), BLOCK)
             extent = spare.get(name)
@@ -310,10 +311,9 @@ class Speculation:
 
     # In step()
 
-    def settle(self, optimizer: Foreseer) -> tuple[int, int, int]:
+    def settle(self, optimizer: Foreseer) -> tuple[int, int]:
         """Confirm or drop what was made ahead for an optimizer, whose step is decided: what is confirmed is
-        pending no more. Return how many units' updates were confirmed, and dropped, and how many backwards
-        there were.
+        pending no more. Return how many units' updates were confirmed, and dropped.
         """
         confirmed = dropped = 0
         for unit, one in list(self._of.items()):
@@ -327,8 +327,7 @@ class Speculation:
                 self._drop(unit)
                 dropped += 1
         self.confirmed += confirmed
-        backwards, self._backwards = self._backwards, 0
-        return confirmed, dropped, backwards
+        return confirmed, dropped
 
     def _is_right(self, unit: Unit, one: _Speculated) -> bool:
         """Whether the updates that were decided are those that were made."""

@@ -381,7 +381,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
                 scales.pop() if len(scales) == 1 else math.nan,
                 confirmed=sum(one[0] for one in settled),
                 dropped=sum(one[1] for one in settled),
-                backwards=max(one[2] for one in settled),
+                added_up=any(gradient.additions for _, _, gradient in taken),
             )
 
     # Updating in the backward: arrivals.Updater

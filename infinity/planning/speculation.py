@@ -34,14 +34,14 @@ class SpeculationHistory:
         self._on = False
         self._rest = self._next_rest = 0
         self._scales: deque[float] = deque(maxlen=_SCALES)
-        self._several = False
+        self._adds_up = False
 
     @property
     def speculates(self) -> bool:
         """Whether the next backward is to make updates."""
         if self._forced is not None:
-            return self._forced and not self._several
-        return self._on and not self._several and not self._rest
+            return self._forced and not self._adds_up
+        return self._on and not self._adds_up and not self._rest
 
     @property
     def is_forced(self) -> bool:
@@ -60,14 +60,14 @@ class SpeculationHistory:
         """Never speculate again."""
         self._forced = False
 
-    def close_step(self, scale: float, *, confirmed: int, dropped: int, backwards: int) -> None:
+    def close_step(self, scale: float, *, confirmed: int, dropped: int, added_up: bool) -> None:
         """Note a step: the factor on its gradients, how many units' updates were made before it and confirmed
-        or dropped, and how many backwards it had.
+        or dropped, and whether gradients of several backwards were added up.
         """
         as_expected = scale == self.scale
         if scale == scale:  # noqa: PLR0124 - not NaN: the factors were not all the same
             self._scales.append(scale)
-        self._several = backwards > 1
+        self._adds_up = added_up
         self._likely += _WEIGHT * (as_expected - self._likely)
         self._on = self._likely >= (_ENDS if self._on else _BEGINS)
         self._rest = max(0, self._rest - 1)

@@ -7,6 +7,9 @@ fields that count: extents and checksums are exchanged, in memory. Else they are
 happened. What would make them wrong, any other change of the record's values, spoils them, see
 `Record.watchers`: they can only be dropped then.
 
+In a durable run they are the other sides of the twins that the fields lie in, see storage/generations.py, and
+the twins turn to them.
+
 A field that lies in host memory is written to NVMe as well. When it is replaced, its place in host memory
 becomes its target, so that it comes back there with the next pass that reads it; see Record.targets.
 """
@@ -18,6 +21,7 @@ from collections.abc import Mapping, Sequence
 
 from infinity.records.checksums import TileChecksums
 from infinity.records.record import Record
+from infinity.storage.generations import OtherSides
 from infinity.storage.store import Extent, Transfer
 
 
@@ -59,16 +63,29 @@ class NextFields:
     def may_replace(self) -> bool:
         """Whether they may take the place of the record's fields, once they are written."""
         record = self.record
-        return not self.spoiled and not record.on_device and record.fields == tuple(self._extents)
+        if self.spoiled or record.on_device or record.fields != tuple(self._extents):
+            return False
+        sides = ((name, one) for name, one in self._extents.items() if isinstance(one.store, OtherSides))
+        return all(_twin(one) == record.home(name)[0] for name, one in sides)
 
     def replace(self) -> dict[str, Extent]:
         """Take the place of the record's fields; return the extents on NVMe that are free for others. Called
         under the lane's lock, when the pass that writes them has worked on all of it.
         """
-        homes = {name: (extent, self._hashes[name]) for name, extent in self._extents.items()}
-        return self.record.exchange(homes)
+        homes = {name: (_turned(extent), self._hashes[name]) for name, extent in self._extents.items()}
+        left = self.record.exchange(homes)
+        return {name: extent for name, extent in left.items() if extent != homes[name][0]}
 
     def drop(self) -> dict[str, Extent]:
         """Never take that place; return the extents, to which a pass may still be writing."""
         self.stop_watching()
         return self._extents
+
+
+def _twin(side: Extent) -> Extent:
+    return side.store.twin(side) if isinstance(side.store, OtherSides) else side
+
+
+def _turned(extent: Extent) -> Extent:
+    """Have the twin of an other side turn to it, and return the twin; any other extent as it is."""
+    return extent.store.turn(extent) if isinstance(extent.store, OtherSides) else extent
