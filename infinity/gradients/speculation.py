@@ -147,6 +147,11 @@ class Speculation:
         self._spare: dict[Unit, dict[str, Extent]] = {}
         self._of: dict[Unit, _Speculated] = {}
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many units' updates were confirmed, dropped, or could not be made, by the reason."""
+        return {"confirmed": self.confirmed, "dropped": self.dropped, **self.refused}
+
     def check_possible(self, kind: str) -> None:
         """See that some can be made, for an optimizer that was told to.
 

@@ -109,6 +109,9 @@ def test_confirmed_steps_move_26_bytes_a_parameter_and_28_where_gradients_find_n
     assert ("nvme", "grad16") not in done.read_nbytes
     assert moved - spilled <= 26.5
     assert done.passes["AheadPass"] == 3 * UNITS
+    assert done.speculated == {"confirmed": 3 * UNITS, "dropped": 0}
+    assert done.second_nbytes == before.second_nbytes >= 12 * NUMEL
+    assert ("made ahead", "12 confirmed, 0 dropped") in done.rows()
     assert not done.passes.get("FetchAndUpdatePass")
 
 
