@@ -331,13 +331,14 @@ def predicted_step_s(engine: Engine, load: Load, done: Stats, speed: Speed) -> f
     updated = sum(unit.record.shard.numel for unit in engine.units if unit.trainable)
     rates = Rates(speed, update=updated / worked_s if worked_s > 0 else math.inf, shared=False)
     budget, host = engine.budget, engine.device.is_host
+    ahead = done.speculated.get("confirmed", 0) > done.speculated.get("dropped", 0)
     limits = EngineLimits(
         budget.tile_numel,
         budget.slots,
         engine.residency.window_nbytes,
         budget.outgoing_nbytes,
         on_host=host,
-        update="forward" if engine.residency.updates_at_fetch else "backward",
+        update="forward" if engine.residency.updates_at_fetch and not ahead else "backward",
     )
     return predict_step(plan, seconds, [_moves(unit) for unit in engine.units], limits, rates).seconds
 

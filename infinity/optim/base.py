@@ -10,6 +10,12 @@ norm is not known yet) and a second backward before step(). Units in host memory
 early update could overlap with: their gradients wait in the outgoing share, and are applied when it is full,
 or when the backward ends.
 
+With speculate=True a unit's update is made in the backward, too, as if nothing were clipped and the gradient
+scale were the usual one, but beside the record; gradients are kept. step() decides as ever, and where it
+decides the same, what was made counts, and else the update is applied as ever: the bits are those of
+update="forward" in any case. With "auto" that is done where it would have been right in most of the last
+steps. See gradients/speculation.py.
+
 [Note: missed steps]
 A gradient of zeros still decays weights and moments. An expert to which no token was routed has such
 gradients after zero_grad(set_to_none=False). Moving its record for each would cost what routing saves. So
@@ -51,6 +57,9 @@ from infinity.units.optimizer_options import check_group
 from infinity.units.tracking import Tracking
 from infinity.units.unit import Unit
 
+Speculate = bool | Literal["auto"]
+"""Whether updates are made in the backward before step() decides them; "auto": where it was right lately."""
+
 Taken = tuple[dict[str, Any], nn.Parameter, Gradient]
 """A group, one of its parameters, and the gradient that step() applies."""
 
@@ -66,7 +75,8 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
     computes, and which state it keeps. max_norm: clip the global gradient norm, in fp32, inside the update
     (leave it None if you call torch.nn.utils.clip_grad_norm_). update: "forward" or "backward"; see [Note:
     when an update happens]. seed: of the random bits that round the moments of Config(state_dtype="bf16" or
-    "int8"); the same seed gives the same bits. `state` reads from the records; see ParameterState.
+    "int8"); the same seed gives the same bits. speculate: True or "auto" makes updates ahead; see the same
+    note. `state` reads from the records; see ParameterState.
 
     Raises: ValueError for settings out of range and for parameters that were not built in Init;
     UnsupportedError for torch's options that it does not have.
@@ -81,7 +91,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         max_norm: float | None = None,
         update: Literal["forward", "backward"] = "forward",
         seed: int = 0,
-        speculate: bool | None = None,
+        speculate: Speculate = False,
     ) -> None:
         if update not in ("forward", "backward"):
             raise ValueError(f'update={update!r}: expected "forward" or "backward"')
@@ -89,7 +99,9 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             raise ValueError(f"max_norm={max_norm}: expected a number above 0, or None")
         if max_norm is not None and update == "backward":
             raise ValueError('max_norm needs the norm of all gradients before an update: update="forward"')
-        if speculate and update == "backward":
+        if speculate not in (True, False, "auto"):
+            raise ValueError(f'speculate={speculate!r}: expected True, False or "auto"')
+        if speculate is True and update == "backward":
             raise ValueError('speculate=True: update="backward" decides in the backward, nothing is foreseen')
         recipe.scalars(defaults, 1, 1.0)  # checks the defaults
         self.recipe = recipe
@@ -98,7 +110,8 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         self.seed = seed
         self.grad_norm: float | None = None
         """The global gradient norm of the last step, if max_norm is set."""
-        self.speculation = SpeculationHistory(False if update == "backward" else speculate)
+        forced = None if speculate == "auto" and update == "forward" else speculate is True
+        self.speculation = SpeculationHistory(forced)
         self._decided: set[Unit] = set()
         self._warned = False
         self.own_nothing()

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from infinity.errors import UnsupportedError
-from infinity.optim.base import OffloadedOptimizer
+from infinity.optim.base import OffloadedOptimizer, Speculate
 from infinity.records.update_rules import Kernel, Recipe, UpdateSpan
 from infinity.records.weights import KERNEL_DTYPE, WEIGHTS, WIDEN, Weights
 from infinity.storage.memory import view
@@ -36,15 +36,15 @@ def wrap_optimizer(
     *,
     max_norm: float | None = None,
     update: Literal["forward", "backward"] = "forward",
-    speculate: bool | None = None,
+    speculate: Speculate = False,
     **options: Any,
 ) -> Elementwise:
     """Return an optimizer that steps offloaded parameters by any elementwise class of torch.optim.
 
     It is for classes without a kernel in this package, and slower. kind: the class, such as
     torch.optim.RMSprop; options: its own. Masters, state and arithmetic are fp32; the bits are those of
-    kind(..., foreach=False) in memory, on fp32 parameters with the same gradients. params, max_norm, update:
-    as OffloadedOptimizer.
+    kind(..., foreach=False) in memory, on fp32 parameters with the same gradients. params, max_norm, update,
+    speculate: as OffloadedOptimizer.
 
         optimizer = infinity.wrap_optimizer(torch.optim.RMSprop, model.parameters(), lr=1e-3, momentum=0.9)
 
@@ -64,7 +64,7 @@ class Elementwise(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: Literal["forward", "backward"] = "forward",
-        speculate: bool | None = None,
+        speculate: Speculate = False,
         **options: Any,
     ) -> None:
         """Test the class, and take the parameters; room for their state is allocated now."""

@@ -1,8 +1,8 @@
 """The public optimizers: torch's signatures, followed by Infinity's options.
 
-All take torch's param groups, and max_norm, update and seed as OffloadedOptimizer. Options that only choose
-among torch's implementations (foreach, fused) are accepted and have no effect; amsgrad, maximize, capturable
-and differentiable are accepted if False.
+All take torch's param groups, and max_norm, update, seed and speculate as OffloadedOptimizer. Options that
+only choose among torch's implementations (foreach, fused) are accepted and have no effect; amsgrad, maximize,
+capturable and differentiable are accepted if False.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from infinity.engine.engine import Engine
-from infinity.optim.base import OffloadedOptimizer
+from infinity.optim.base import OffloadedOptimizer, Speculate
 from infinity.records import update_rules as recipes
 from infinity.tensors import local, spread_as
 from infinity.units.optimizer_options import settle
@@ -29,8 +29,11 @@ class AdamW(OffloadedOptimizer):
     gradient norm, in fp32, inside the update (leave it None if you call torch.nn.utils.clip_grad_norm_).
     update: "forward" or "backward"; see [Note: when an update happens] in optim/base.py. seed: of the random
     bits that round the moments of Config(state_dtype="bf16" or "int8"); the same seed gives the same bits.
+    speculate: "auto" or True makes updates in the backward as if nothing were clipped, and lets them count
+    where step() decides the same; see [Note: when an update happens].
 
-    Raises: ValueError for settings out of range and for parameters that were not built in Init.
+    Raises: ValueError for settings out of range and for parameters that were not built in Init; with
+    speculate=True UnsupportedError where no update can be made so, and aio.StorageFullError.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class AdamW(OffloadedOptimizer):
         max_norm: float | None = None,
         update: When = "forward",
         seed: int = 0,
-        speculate: bool | None = None,
+        speculate: Speculate = False,
         **options: Any,
     ) -> None:
         settle(AdamW, torch.optim.AdamW, {"amsgrad": amsgrad, **options}, params)
@@ -69,7 +72,7 @@ class Adam(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: When = "forward",
-        speculate: bool | None = None,
+        speculate: Speculate = False,
         **options: Any,
     ) -> None:
         settle(Adam, torch.optim.Adam, {"amsgrad": amsgrad, **options}, params)
@@ -98,7 +101,7 @@ class SGD(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: When = "forward",
-        speculate: bool | None = None,
+        speculate: Speculate = False,
         **options: Any,
     ) -> None:
         settle(SGD, torch.optim.SGD, options, params)
@@ -129,7 +132,7 @@ class Adagrad(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: When = "forward",
-        speculate: bool | None = None,
+        speculate: Speculate = False,
         **options: Any,
     ) -> None:
         settle(Adagrad, torch.optim.Adagrad, options, params)
@@ -168,7 +171,7 @@ class Lion(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: When = "forward",
-        speculate: bool | None = None,
+        speculate: Speculate = False,
         **options: Any,
     ) -> None:
         settle(Lion, None, options, params)

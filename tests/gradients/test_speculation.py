@@ -301,6 +301,29 @@ def test_every_form_of_a_record_has_two_generations(folder, init):
     assert differences(*found) == []
 
 
+def test_steps_that_a_grad_scaler_skips_are_refused_what_was_written(folder):
+    found = []
+    for speculate in (False, True):
+        torch.manual_seed(0)
+        with Init(nvme=folder, host_memory="1.5MiB", dtype="fp16"):
+            model = Deep()
+        optimizer = AdamW(model.parameters(), speculate=speculate, **SETTINGS)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+        for number in range(9):
+            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(number)).half()
+            loss = model(x).square().mean() * (1e5 if number == 5 else 1)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scaler.get_scale() == 2.0**9
+        found.append((model.state_dict(), optimizer.state_dict()["state"]))
+        assert bool(engine_in(model).speculation.confirmed) == speculate
+    assert differences(*found) == []
+
+
 def test_other_optimizers_speculate_too(folder):
     found = []
     for speculate in (False, True):
@@ -334,7 +357,7 @@ def test_tied_weights_and_checkpoints_keep_their_bits(folder, checkpoint):
 
 
 def test_without_being_told_it_begins_where_norms_have_stayed_within_their_bound(folder):
-    both = Both(folder, speculate=None, max_norm=0.1)
+    both = Both(folder, speculate="auto", max_norm=0.1)
     for number in range(4):
         both.step(number)
     assert both.counts[0], "two steps show what to expect"
@@ -349,7 +372,7 @@ def test_without_being_told_it_begins_where_norms_have_stayed_within_their_bound
 def test_a_full_disk_ends_it_with_a_word_in_the_log_or_an_error_where_it_was_asked_for(
     folder, monkeypatch, caplog
 ):
-    both = Both(folder, speculate=None, max_norm=NEVER)
+    both = Both(folder, speculate="auto", max_norm=NEVER)
     store = engine_in(both.model).nvme_store
     allocate = store.allocate
 
