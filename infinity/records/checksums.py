@@ -16,7 +16,7 @@ SAMPLED = 16
 _GOLDEN = 2654435769  # 2**32 / the golden ratio: multiples of it, mod 2**32, are spread evenly
 
 
-class Sample:
+class ReadSample:
     """Chooses the tiles that are compared: all that are read, or a sample of them."""
 
     def __init__(self, some: bool) -> None:  # noqa: FBT001 - its only argument

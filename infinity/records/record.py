@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from infinity import kernels
 from infinity.planning.layout import ALONE, FP32, FieldCuts, FlatLayout, Holders, RecordSchema
-from infinity.records.checksums import FieldTile, Sample, TileChecksums
+from infinity.records.checksums import FieldTile, ReadSample, TileChecksums
 from infinity.records.corruption import corruption
 from infinity.sizes import BLOCK
 from infinity.storage.checkpoint_store import CheckpointStore
@@ -93,7 +93,7 @@ class Record:
         """Elements that passes read, work on and write at once."""
         self._traffic = traffic
         self._hashes_tiles = verify != "off"
-        self._sample = Sample(verify == "sample")
+        self._sample = ReadSample(verify == "sample")
         self.all_in_host = True
         """Whether all of `fields` are in host memory."""
         self.on_device = False

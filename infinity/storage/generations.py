@@ -9,8 +9,8 @@ disk, two commits count, and they may name both sides of a range; a write to tha
 write whole tiles, so ranges are tiles. Usually all of a twin's tiles are on one side, which takes two numbers
 to say.
 
-An update that is not decided yet is written to the *other side* of a twin that is wholly on one, which the
-last commit names: `other_side`. Nobody reads that before it is decided that the twin turns to it (`turn`).
+An update that is not decided yet is written to the *other side* of a twin: of each range the one that is not
+live, where the last commit names those that are. Nobody reads it before the twin turns to it: `turn`.
 
 A twin that has been freed keeps the ranges that commits name, and so may serve another field at once.
 """
@@ -61,6 +61,11 @@ def among(runs: Runs, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
     for at, end, side in _ranges(runs):
         if at < stop and start < end:
             yield max(at, start), min(end, stop), side
+
+
+def _names(runs: Runs | None, start: int, stop: int, side: int) -> bool:
+    """Whether a commit with these sides names `side` for any of bytes [start, stop)."""
+    return any(one == side for _, _, one in among(runs or (), start, stop))
 
 
 def _ranges(runs: Runs) -> Iterator[tuple[int, int, int]]:
@@ -252,32 +257,32 @@ class TwinStore:
     # Other sides
 
     def other_side(self, extent: Extent) -> Extent | None:
-        """Return the side of a twin that is not live, as an extent to write to; None where a commit will go
-        on to name it, or where both sides are live in part.
+        """Return the sides of a twin that are not live, as an extent to write to; None where a commit will go
+        on to name them: where it does not name the live ones.
         """
         twin = self._twins[extent.offset]
         with self._changed:
             named = twin.committing or twin.committed
-            whole = len(twin.live) == 1 and (named is None or named == twin.live)
-        return Extent(self._others, extent.offset, extent.nbytes) if whole else None
+            free = named is None or named == twin.live
+        return Extent(self._others, extent.offset, extent.nbytes) if free else None
 
     def turn(self, other: Extent) -> Extent:
-        """Let the side that `other_side` has returned be the live one; return the twin."""
+        """Let what was written to `other`, from `other_side`, be what is read; return the twin."""
         twin = self._twins[other.offset]
         with self._changed:
-            twin.live = ((twin.nbytes, 1 - twin.live[0][1]),)
+            twin.live = tuple((stop, 1 - side) for stop, side in twin.live)
         return Extent(self, other.offset, other.nbytes)
 
     def write_other(self, request: Request) -> Transfer:
-        """Begin to write to the side that is not live, waiting for the running commit if needed."""
-        twin = self._twins[request.extent.offset]
-        side = 1 - twin.live[0][1]
+        """Begin to write to the sides that are not live, waiting for the running commit if needed."""
+        twin, start, stop = self._twins[request.extent.offset], request.start, request.start + request.nbytes
         with self._changed:
-            while any(side in (one for _, one in runs or ()) for runs in (twin.committed, twin.committing)):
+            parts = [(at, end, 1 - side) for at, end, side in among(twin.live, start, stop)]
+            while any(_names(runs, *part) for part in parts for runs in (twin.committed, twin.committing)):
                 self._await_commit()
-            if twin.sides[side] is None:
-                twin.sides[side] = self.store.allocate(twin.nbytes, request.what)
-        parts = [(request.start, request.start + request.nbytes, side)]
+            for _, _, side in parts:
+                if twin.sides[side] is None:
+                    twin.sides[side] = self.store.allocate(twin.nbytes, request.what)
         return self._together(self.store.write, request, twin, parts)
 
     def _await_commit(self) -> None:

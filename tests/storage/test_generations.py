@@ -135,7 +135,14 @@ def test_the_other_side_is_nobodys_until_the_twin_turns_to_it():
     assert store.other_side(extent) is not None, "it will be free"
     store.end_commit(2)
     write(store, extent, 3, 7)
-    assert store.other_side(extent) is None, "both are live in part"
+    assert store.other_side(extent) is None, "one block is of no commit"
+    store.begin_commit([extent])
+    store.end_commit(3)
+    other = store.other_side(extent)
+    write_other(store, other, 8)
+    assert read(store, extent) == [6] * 3 + [7] + [6] * (BLOCKS - 4)
+    store.turn(other)
+    assert read(store, extent) == [8] * BLOCKS
 
 
 def test_a_write_to_the_other_side_waits_for_the_commit_that_frees_it():
