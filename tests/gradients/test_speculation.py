@@ -14,7 +14,7 @@ import models
 from infinity import SGD, AdamW, Init, UnsupportedError, stats
 from infinity.aio import StorageFullError
 from infinity.gradients.speculation import why_never
-from infinity.reference import ReferenceAdamW, clip_grad_norm_
+from infinity.reference import ReferenceAdamW, clip_grad_norm_, prepare
 from parity import build_both, differences, engine_in
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
@@ -388,6 +388,39 @@ def test_a_full_disk_ends_it_with_a_word_in_the_log_or_an_error_where_it_was_ask
     assert len([one for one in caplog.messages if "before step() any more" in one]) == 1
     with pytest.warns(UserWarning, match="supersedes"), pytest.raises(StorageFullError, match="second gen"):
         AdamW(both.model.parameters(), speculate=True)
+
+
+def test_a_durable_run_commits_what_was_confirmed_and_nothing_else(folder):
+    def begin():
+        torch.manual_seed(0)
+        with Init(nvme=folder, host_memory="1MiB", durable=True):
+            model = Deep()
+        optimizer = AdamW(model.parameters(), max_norm=0.1, speculate=True, **SETTINGS)
+        return model, optimizer, infinity.resume(model, optimizer)
+
+    def backward(model, number, factor=1.0):
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(number)).bfloat16()
+        (model(x).square().mean() * factor).backward()
+
+    torch.manual_seed(0)
+    plain = prepare(Deep())
+    reference = ReferenceAdamW(plain.parameters(), max_norm=0.1, **SETTINGS)
+    model, optimizer, _ = begin()
+    for number in range(5):
+        for one, its in ((model, optimizer), (plain, reference)):
+            backward(one, number, 100.0 if number == 2 else 1.0)
+            its.step()
+            its.zero_grad()
+        infinity.commit(model)
+    speculation = engine_in(model).speculation
+    assert speculation.confirmed > UNITS
+    backward(model, 5)
+    engine_in(model).lane.drain()  # the other sides are written; no step confirms them
+    engine_in(model).close()
+    del model, optimizer, speculation
+    model, _, step = begin()
+    assert step == 5
+    assert differences(plain.state_dict(), model.state_dict()) == []
 
 
 def test_what_cannot_speculate_says_why(folder):
