@@ -107,6 +107,11 @@ class _Ahead:
         """Never take that place. The extents are free for the next one, whose pass comes after this one's."""
         self._spare.update(self._fields.drop())
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the extents that are written to."""
+        return self._fields.nbytes
+
 
 @dataclass(slots=True)
 class _Speculated:
@@ -138,8 +143,6 @@ class Speculation:
         self.never = never or ("there is no NVMe" if isinstance(store, HostStore) else "")
         self.confirmed = self.dropped = 0
         """Units' updates that were made ahead, and were right, or wrong."""
-        self.nbytes = 0
-        """Bytes on NVMe beside the records."""
         self.refused: Counter[str] = Counter()
         """How often a unit's updates could not be made ahead, by the reason."""
         self._lane, self._device = lane, device
@@ -151,6 +154,12 @@ class Speculation:
     def counts(self) -> dict[str, int]:
         """How many units' updates were confirmed, dropped, or could not be made, by the reason."""
         return {"confirmed": self.confirmed, "dropped": self.dropped, **self.refused}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on NVMe beside the records; none in a durable run, which has them anyway."""
+        spare = sum(extent.nbytes for extents in self._spare.values() for extent in extents.values())
+        return spare + sum(one.ahead.nbytes for one in self._of.values())
 
     def check_possible(self, kind: str) -> None:
         """See that some can be made, for an optimizer that was told to.
@@ -307,11 +316,9 @@ class Speculation:
             if extent is not None and extent.nbytes != nbytes:
                 self._lane.drain()  # it may still be written to
                 store.free(spare.pop(name))
-                self.nbytes -= extent.nbytes
                 extent = None
             if extent is None:
                 spare[name] = store.allocate(nbytes, f"{unit.name}.{name} (its second generation)")
-                self.nbytes += nbytes
         return {name: spare[name] for name in unit.record.fields}
 
     # In step()

@@ -79,7 +79,16 @@ class NextFields:
     def drop(self) -> dict[str, Extent]:
         """Never take that place; return the extents, to which a pass may still be writing."""
         self.stop_watching()
-        return self._extents
+        return self._own
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the extents, but for other sides, which their twins have anyway."""
+        return sum(extent.nbytes for extent in self._own.values())
+
+    @property
+    def _own(self) -> dict[str, Extent]:
+        return {name: one for name, one in self._extents.items() if not isinstance(one.store, OtherSides)}
 
 
 def _twin(side: Extent) -> Extent:

@@ -325,7 +325,7 @@ class Record:
         """Let fields be what was written to other extents, on NVMe, with these checksums. Return the extents
         that they leave; one in host memory becomes the target of its field, which comes back to it.
         """
-        left = {}
+        left: dict[str, Extent] = {}
         for name, home in homes.items():
             old, (self._extents[name], self._hashes[name]) = self._extents[name], home
             (self.targets if isinstance(old.store, HostStore) else left)[name] = old

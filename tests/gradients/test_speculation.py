@@ -20,7 +20,6 @@ from parity import build_both, differences, engine_in
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
 WIDTH, LAYERS, UNITS = 256, 4, 4
-NUMEL = LAYERS * WIDTH * (WIDTH + 1)
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.1}
 NEVER = 1e9  # a norm that is never reached
 HI_PINNED = "2MiB"  # a budget with room for some of hi; that of the others has none
@@ -103,14 +102,17 @@ def test_confirmed_steps_move_26_bytes_a_parameter_and_28_where_gradients_find_n
         both.step(number)
     engine_in(both.model).lane.drain()
     done = stats(both.model).since(before)
-    moved = (done.nvme_read_nbytes + done.nvme_written_nbytes) / (3 * NUMEL)
-    spilled = done.written_nbytes[("nvme", "grad16")] / (3 * NUMEL)
+    numel = 3 * sum(unit.record.shard.numel for unit in engine_in(both.model).units)
+    moved = (done.nvme_read_nbytes + done.nvme_written_nbytes) / numel
+    spilled = done.written_nbytes[("nvme", "grad16")] / numel
     assert 1 < spilled < 2.1, "of two bytes"
     assert ("nvme", "grad16") not in done.read_nbytes
     assert moved - spilled <= 26.5
     assert done.passes["AheadPass"] == 3 * UNITS
     assert done.speculated == {"confirmed": 3 * UNITS, "dropped": 0}
-    assert done.second_nbytes == before.second_nbytes >= 12 * NUMEL
+    assert 10 * numel <= 3 * done.second_nbytes <= 12 * numel, (
+        "of hi that is coming back there is no second one"
+    )
     assert ("made ahead", "12 confirmed, 0 dropped") in done.rows()
     assert not done.passes.get("FetchAndUpdatePass")
 
