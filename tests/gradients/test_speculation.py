@@ -76,11 +76,20 @@ class Both:
             assert torch.equal(state["exp_avg_sq"], expected["exp_avg_sq"])
 
 
-@pytest.mark.parametrize("memory", ["1MiB", HI_PINNED])
+SOMETIMES = [1.0, 1.0, 1.0, 100.0, 1.0]
+
+
 @pytest.mark.parametrize(
-    ("factors", "confirmed", "dropped"),
-    [([1.0], 10, 0), ([100.0], 0, 10), ([1.0, 1.0, 1.0, 100.0, 1.0], 8, 2)],
-    ids=["never", "always", "sometimes"],
+    ("memory", "factors", "confirmed", "dropped"),
+    [
+        (HI_PINNED, SOMETIMES, 8, 2),
+        *(
+            pytest.param("1MiB", *case, marks=pytest.mark.slow)
+            for case in (([1.0], 10, 0), (SOMETIMES, 8, 2))
+        ),
+        *(pytest.param(one, [100.0], 0, 10, marks=pytest.mark.slow) for one in ("1MiB", HI_PINNED)),
+        pytest.param(HI_PINNED, [1.0], 10, 0, marks=pytest.mark.slow),
+    ],
 )
 def test_bits_are_the_recipes_whether_norms_exceed_their_bound_or_not(
     folder, memory, factors, confirmed, dropped
@@ -134,6 +143,7 @@ def test_hi_comes_back_to_its_place_in_host_memory(folder):
     both.check()
 
 
+@pytest.mark.slow
 def test_records_of_which_more_is_placed_in_host_memory_are_updated_as_ever(folder):
     both = Both(folder, memory="8MiB", max_norm=NEVER)
     for number in range(5):
@@ -161,6 +171,7 @@ def test_torchs_own_clipping_counts_as_the_norms_bound_does(folder):
     assert both.counts == (5 * UNITS, UNITS)
 
 
+@pytest.mark.slow
 def test_a_learning_rate_may_change_at_any_time(folder):
     both = Both(folder)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for _, one in both]
@@ -176,6 +187,7 @@ def test_a_learning_rate_may_change_at_any_time(folder):
     assert both.counts == (5 * UNITS, UNITS)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_added_up_make_what_was_written_worthless(folder):
     both = Both(folder, max_norm=NEVER)
     for number in range(4):
@@ -237,6 +249,7 @@ def test_weights_and_state_that_are_changed_by_hand_in_between_are_what_the_upda
     assert both.counts == (3 * UNITS - 1, UNITS + 1)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_changed_or_replaced_counts(folder):
     both = Both(folder, max_norm=NEVER)
     for number in range(4):
@@ -271,6 +284,7 @@ def test_a_step_that_is_skipped_leaves_everything_as_it_was(folder):
     assert both.counts == (2 * UNITS, UNITS), "a use more since the last step might bring more gradients"
 
 
+@pytest.mark.slow
 def test_a_norm_that_is_not_finite_is_refused_what_was_written(folder):
     both = Both(folder, max_norm=NEVER)
     both.step(0)
@@ -284,7 +298,13 @@ def test_a_norm_that_is_not_finite_is_refused_what_was_written(folder):
 
 
 @pytest.mark.parametrize(
-    "init", [{"state_dtype": "int8"}, {"state_dtype": "bf16"}, {"dtype": "fp32"}], ids=str
+    "init",
+    [
+        {"state_dtype": "int8"},
+        pytest.param({"state_dtype": "bf16"}, marks=pytest.mark.slow),
+        pytest.param({"dtype": "fp32"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_every_form_of_a_record_has_two_generations(folder, init):
     found = []
@@ -303,6 +323,7 @@ def test_every_form_of_a_record_has_two_generations(folder, init):
     assert differences(*found) == []
 
 
+@pytest.mark.slow
 def test_steps_that_a_grad_scaler_skips_are_refused_what_was_written(folder):
     found = []
     for speculate in (False, True):
@@ -326,6 +347,7 @@ def test_steps_that_a_grad_scaler_skips_are_refused_what_was_written(folder):
     assert differences(*found) == []
 
 
+@pytest.mark.slow
 def test_other_optimizers_speculate_too(folder):
     found = []
     for speculate in (False, True):
@@ -343,6 +365,7 @@ def test_other_optimizers_speculate_too(folder):
     assert differences(*found) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", [None, "reentrant", "non-reentrant"])
 def test_tied_weights_and_checkpoints_keep_their_bits(folder, checkpoint):
     init = {"nvme": folder, "host_memory": "1MiB"}
@@ -358,6 +381,7 @@ def test_tied_weights_and_checkpoints_keep_their_bits(folder, checkpoint):
     assert engine_in(model).speculation.dropped or engine_in(model).speculation.confirmed
 
 
+@pytest.mark.slow
 def test_without_being_told_it_begins_where_norms_have_stayed_within_their_bound(folder):
     both = Both(folder, speculate="auto", max_norm=0.1)
     for number in range(4):
@@ -371,6 +395,7 @@ def test_without_being_told_it_begins_where_norms_have_stayed_within_their_bound
     assert both.counts[1] <= 3 * UNITS
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_it_with_a_word_in_the_log_or_an_error_where_it_was_asked_for(
     folder, monkeypatch, caplog
 ):
