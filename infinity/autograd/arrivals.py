@@ -177,10 +177,12 @@ class Arrivals:
         """Begin to make a complete unit's updates before they are decided, and end the unit's use; False, and
         nothing is done, where they are not to be made.
         """
-        if self._speculation.never or not self._hooks.used_once(unit):
+        if self._speculation.never:
             return False
         optimizer = self._foreseer(unit)
-        if optimizer is None or not self._speculation.begin(unit, optimizer):
+        if optimizer is None or not self._hooks.used_once(unit):
+            return False
+        if not self._speculation.begin(unit, optimizer):
             return False
         self._hooks.end_unit(unit)
         self._speculation.must_have_begun(unit)
@@ -190,8 +192,11 @@ class Arrivals:
     def _foreseer(self, unit: Unit) -> Foreseer | None:
         """Return the optimizer of a unit's first parameter, if it is to say what it will decide."""
         for optimizer in self.optimizers:
-            if optimizer.speculation.speculates and optimizer.has(unit.parameters[0]):
-                return cast("Foreseer", optimizer)
+            history = optimizer.speculation
+            if (history.speculates or history.rests) and optimizer.has(unit.parameters[0]):
+                if history.speculates:
+                    return cast("Foreseer", optimizer)
+                self._speculation.rest()
         return None
 
     def take(self, parameter: nn.Parameter) -> None:

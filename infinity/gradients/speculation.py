@@ -240,6 +240,10 @@ class Speculation:
             self._lane.submit(job)
         return True
 
+    def rest(self) -> None:
+        """Count a unit whose updates are not made ahead now: see [Note: when speculation pays]."""
+        self.refused["the last steps were not as expected"] += 1
+
     def must_have_begun(self, unit: Unit) -> None:
         """The last user of a unit should be gone. If others are left, the pass that waits for them is
         forgotten: the gradients that it has are about to be written, and their memory reused.

@@ -33,6 +33,8 @@ class AheadPass(UpdatePass):
         self.updates = dict(updates)
         self._to = to
         self._packed.write_to(to)
+        self._reads_memory = [self.record.memory(name) for name in self.record.fields]
+        """Where fields lie in host memory: the record may get other memory meanwhile, of the same values."""
 
     def take_over(self) -> None:
         """Nothing: its updates are its own."""
@@ -72,6 +74,11 @@ class AheadPass(UpdatePass):
         if name in self.record.packed:
             return self._packed.write(name, start, stop, address)
         return self._to.write(name, start, stop, address, owner, more=more)
+
+    def done_processing(self) -> None:
+        """Let go of that memory as well."""
+        self._reads_memory = []
+        super().done_processing()
 
     def _process(self, start: int, stop: int, addresses: dict[str, int]) -> None:
         """Copy what lies in host memory, then apply the updates to all of it."""

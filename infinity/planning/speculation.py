@@ -44,6 +44,11 @@ class SpeculationHistory:
         return self._on and not self._adds_up and not self._rest
 
     @property
+    def rests(self) -> bool:
+        """Whether it speculates at other times, and not in the next backward."""
+        return self._forced is not False and not self.speculates
+
+    @property
     def is_forced(self) -> bool:
         """Whether it is to speculate in any case."""
         return self._forced is True

@@ -393,6 +393,7 @@ def test_without_being_told_it_begins_where_norms_have_stayed_within_their_bound
     both.check()
     assert both.counts[0] == confirmed
     assert both.counts[1] <= 3 * UNITS
+    assert both.speculation.counts["the last steps were not as expected"] >= 4 * UNITS, "told in stats"
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ def test_two_steps_without_clipping_begin_it_and_several_clipped_ones_end_it():
     assert told(history, [1.0, 1.0]) == [False, True]
     assert told(history, [0.5, 1.0, 1.0]) == [True, True, True], "one alone changes nothing"
     assert told(history, [0.4, 0.3, 0.2, 0.1])[-1] is False
+    assert history.rests
 
 
 def test_where_every_second_step_is_clipped_it_never_begins():
@@ -84,6 +85,7 @@ def test_it_may_be_decided_in_advance(forced):
     assert history.speculates is forced
     assert set(told(history, [1.0, 0.1, 1.0, 0.2])) == {forced}
     assert history.is_forced is forced
+    assert not history.rests
 
 
 def test_what_has_no_room_is_never_tried_again():
