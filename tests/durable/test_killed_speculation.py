@@ -32,7 +32,7 @@ def losses(folder):
 def test_a_run_that_is_killed_between_speculation_and_confirmation_goes_on_with_its_bits(folder, every):
     whole = run(folder / "whole", every)
     assert whole.returncode == 0, whole.stderr[-2000:]
-    assert lines(folder / "whole")[-1][2] > (16 if every == 1 else 3), "units whose updates were confirmed"
+    assert lines(folder / "whole")[-1][2] > 4, "units whose updates were confirmed"
     for where in ("backward", "between", "drained", "step"):
         place = folder / where
         killed = run(place, every, 5, where)
