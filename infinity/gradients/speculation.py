@@ -31,6 +31,7 @@ from infinity.gradients.grad_tensor import OffloadedGradient
 from infinity.gradients.gradient import Form, Gradient
 from infinity.lane.ahead import AheadPass
 from infinity.lane.lane import StreamLane
+from infinity.lane.outgoing import Lease, OutgoingShare, end_all
 from infinity.planning.speculation import SpeculationHistory
 from infinity.records.next_fields import NextFields
 from infinity.records.record import Record
@@ -79,8 +80,8 @@ class _Made(NamedTuple):
 class _Ahead:
     """One unit's updates that were made ahead. It leads to nothing but the record: a pass keeps it."""
 
-    def __init__(self, fields: NextFields, spare: dict[str, Extent]) -> None:
-        self._fields, self._spare = fields, spare
+    def __init__(self, fields: NextFields, spare: dict[str, Extent], lease: Lease | None) -> None:
+        self._fields, self._spare, self._lease = fields, spare, lease
         self._written = self._confirmed = False
 
     @property
@@ -89,7 +90,8 @@ class _Ahead:
         return self._fields.may_replace
 
     def was_written(self) -> None:
-        """The pass has worked on all of it. Called under the lane's lock."""
+        """The pass has worked on all of it, and has given the unit's memory back. Under the lane's lock."""
+        end_all([self._lease])
         self._written = True
         self._replace()
 
@@ -106,6 +108,11 @@ class _Ahead:
     def drop(self) -> None:
         """Never take that place. The extents are free for the next one, whose pass comes after this one's."""
         self._spare.update(self._fields.drop())
+
+    def withdraw(self) -> None:
+        """Be dropped before the pass has begun."""
+        end_all([self._lease])
+        self.drop()
 
     @property
     def nbytes(self) -> int:
@@ -135,10 +142,11 @@ class Speculation:
         device: Device,
         residency: UnitResidency,
         store: Store,
+        outgoing_share: OutgoingShare,
         never: str,
     ) -> None:
-        """Make none so far. store: that of the records. never: why none can be made, in words; empty if
-        some can.
+        """Make none so far. store: that of the records. outgoing_share: has room for units whose memory is
+        lent to passes. never: why none can be made, in words; empty if some can.
         """
         self.never = never or ("there is no NVMe" if isinstance(store, HostStore) else "")
         self.confirmed = self.dropped = 0
@@ -147,6 +155,7 @@ class Speculation:
         """How often a unit's updates could not be made ahead, by the reason."""
         self._lane, self._device = lane, device
         self._residency, self._store = residency, store
+        self._outgoing_share = outgoing_share
         self._spare: dict[Unit, dict[str, Extent]] = {}
         self._of: dict[Unit, _Speculated] = {}
 
@@ -219,7 +228,10 @@ class Speculation:
             return False
         self._spare[unit] = {}
         fields = NextFields(unit.record, extents)
-        ahead = _Ahead(fields, self._spare[unit])
+        residence = unit.residence
+        lends = self._device.is_host and not unit.in_place and residence.processed and residence.lent is None
+        lease = self._outgoing_share.lease(unit.resident_nbytes) if lends else None
+        ahead = _Ahead(fields, self._spare[unit], lease)
         job = AheadPass(unit, self._device, unit.record.tile_numel, updates, fields)
         job.call_when_done(ahead.was_written)
         told = {
@@ -233,8 +245,7 @@ class Speculation:
             for one in gradients
         }
         self._of[unit] = _Speculated(ahead, job, told, unit.version, weakref.ref(optimizer))
-        residence = unit.residence
-        if self._device.is_host and not unit.in_place and residence.processed and residence.lent is None:
+        if lends:
             self._residency.lend_when_free(unit, job)
         else:
             self._lane.submit(job)
@@ -248,11 +259,13 @@ class Speculation:
         """The last user of a unit should be gone. If others are left, the pass that waits for them is
         forgotten: the gradients that it has are about to be written, and their memory reused.
         """
-        one = self._of.get(unit)
-        if one is not None and unit.residence.withdraw(one.job):
+        one = self._of[unit]
+        if unit.residence.withdraw(one.job):
             self.refused["it is in use after its backward"] += 1
             del self._of[unit]
-            one.ahead.drop()
+            one.ahead.withdraw()
+        else:
+            self._outgoing_share.sent(one.job)
 
     def _gradients_of(self, unit: Unit, optimizer: Foreseer) -> list[Gradient]:
         """Return the gradients of all of a unit's parameters, or fewer where some have none, or are another
