@@ -4,6 +4,7 @@ Nothing is faked but a full disk.
 
 import contextlib
 import itertools
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import models
 from infinity import SGD, AdamW, Init, UnsupportedError, stats
 from infinity.aio import StorageFullError
 from infinity.gradients.speculation import why_never
+from infinity.lane.lane import StreamLane
 from infinity.reference import ReferenceAdamW, clip_grad_norm_, prepare
 from parity import build_both, differences, engine_in
 
@@ -124,6 +126,28 @@ def test_confirmed_steps_move_26_bytes_a_parameter_and_28_where_gradients_find_n
     )
     assert ("made ahead", "12 confirmed, 0 dropped") in done.rows()
     assert not done.passes.get("FetchAndUpdatePass")
+
+
+def test_however_slow_the_lane_is_no_more_memory_is_lent_than_the_outgoing_share_has(folder, monkeypatch):
+    work = StreamLane._work
+    monkeypatch.setattr(StreamLane, "_work", lambda lane, tile: (time.sleep(0.01), work(lane, tile)))
+    both = Both(folder, max_norm=NEVER)
+    engine, lent = engine_in(both.model), [0]
+    settle = engine.gradients.settle
+
+    def watched(unit):
+        settle(unit)
+        lent.append(sum(one.resident_nbytes for one in engine.units if one.residence.lent is not None))
+
+    engine.gradients.settle = watched
+    both.step(0)
+    both.step(1)
+    of_unit = engine.units[0].resident_nbytes
+    assert 0 < max(lent) <= max(of_unit, engine.outgoing_share.ledger.limit_nbytes)
+    assert both.counts[0] > 0
+    engine.lane.drain()
+    both.model.zero_grad()
+    assert engine.outgoing_share.ledger.held_nbytes == 0
 
 
 def test_hi_comes_back_to_its_place_in_host_memory(folder):
