@@ -342,11 +342,12 @@ def infinity(spec: Spec) -> Contestant:
     """Infinity; settings: of its Config, other than the defaults, and of the optimizer."""
     import infinity as engine
 
-    chosen = {key: value for key, value in spec.settings.items() if key not in ("update", "max_norm")}
+    of_optimizer = ("update", "max_norm", "speculate")
+    chosen = {key: value for key, value in spec.settings.items() if key not in of_optimizer}
     with engine.Init(nvme=spec.nvme, device="cpu", **chosen):
         model = llama(spec)
-    update, max_norm = spec.settings["update"], spec.settings.get("max_norm")
-    optimizer = engine.AdamW(model.parameters(), **RATES, update=update, max_norm=max_norm)
+    asked = {key: value for key, value in spec.settings.items() if key in of_optimizer}
+    optimizer = engine.AdamW(model.parameters(), **RATES, **asked)
     if "durable" in chosen:
         engine.resume(model, optimizer)
 

@@ -50,11 +50,13 @@ SHAPES: dict[str, dict[str, int]] = {
     )
 }
 """Llama models: the presets, and two whose vocabulary is larger than bytes. Names are parameter counts."""
-MAX_NORM = 1.0
+MAX_NORM, NEVER_REACHED = 1.0, 1e9
 UPDATES: dict[str, dict[str, Any]] = {
     "backward": {"update": "backward"},
     "forward": {"update": "forward"},
     "clipped": {"update": "forward", "max_norm": MAX_NORM},
+    "speculative": {"update": "forward", "max_norm": NEVER_REACHED, "speculate": True},
+    "exceeding": {"update": "forward", "max_norm": MAX_NORM, "speculate": True},
 }
 """Infinity's ways to update, and a contestant's settings for them."""
 STATE_DTYPES = ("fp32", "bf16", "int8")

@@ -36,6 +36,7 @@ from infinity.durable.committer import Durable
 from infinity.errors import UnsupportedError
 from infinity.gradients.grad_tensor import OffloadedGradient, plain
 from infinity.gradients.gradient import Form, Gradient, applied_message
+from infinity.gradients.speculation import Foreseer, Speculation
 from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import OutgoingShare
@@ -89,6 +90,7 @@ class Arrivals:
         outgoing_share: OutgoingShare,
         lane: StreamLane,
         durable: Durable | None,
+        speculation: Speculation,
     ) -> None:
         """Take those of `units`, a list that the engine fills, from autograd to `gradients`. unit_of: says
         where a parameter is. durable: has to know before records change.
@@ -109,6 +111,7 @@ class Arrivals:
         self._outgoing_share = outgoing_share
         self._lane = lane
         self._durable = durable
+        self._speculation = speculation
         hooks.backward_ended.append(self._backward_ended)
 
     def join(self, optimizer: Any) -> None:
@@ -158,6 +161,8 @@ class Arrivals:
             return
         if self._meeting is not None and unit in self._meeting.chosen:
             self._meeting.owes(unit)
+        elif updater is None and self._speculates(unit):
+            return
         else:
             self._gradients.reduce(unit, at_once=updater is not None)
             if updater is not None and self._may_wait(unit):
@@ -167,6 +172,32 @@ class Arrivals:
             else:
                 self._use_gradients(unit, updater)
         self._hooks.end_unit(unit)
+
+    def _speculates(self, unit: Unit) -> bool:
+        """Begin to make a complete unit's updates before they are decided, and end the unit's use; False, and
+        nothing is done, where they are not to be made.
+        """
+        if self._speculation.never:
+            return False
+        optimizer = self._foreseer(unit)
+        if optimizer is None or not self._hooks.used_once(unit):
+            return False
+        if not self._speculation.begin(unit, optimizer):
+            return False
+        self._hooks.end_unit(unit)
+        self._speculation.must_have_begun(unit)
+        self._gradients.settle(unit)  # its writes are queued behind that pass
+        return True
+
+    def _foreseer(self, unit: Unit) -> Foreseer | None:
+        """Return the optimizer of a unit's first parameter, if it is to say what it will decide."""
+        for optimizer in self.optimizers:
+            history = optimizer.speculation
+            if (history.speculates or history.rests) and optimizer.has(unit.parameters[0]):
+                if history.speculates:
+                    return cast("Foreseer", optimizer)
+                self._speculation.rest()
+        return None
 
     def take(self, parameter: nn.Parameter) -> None:
         """Take in a gradient that torch's pipelining has assigned: see [Note: zero bubbles] in

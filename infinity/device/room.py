@@ -27,6 +27,7 @@ from infinity.errors import DeviceMemoryError
 from infinity.sizes import format_size, round_up
 from infinity.storage.memory import Ledger
 from infinity.storage.store import Future
+from infinity.timeline import Timeline
 
 BLOCK_NBYTES = 512
 """What torch's allocators round a block of device memory up to."""
@@ -164,3 +165,10 @@ class DeviceRoom:
 
 def _nobody() -> bool:
     return False
+
+
+def note_download(timeline: Timeline, copy: Future, nbytes: int) -> None:
+    """Put what has left an accelerator into the timeline."""
+    began_s, ended_s = getattr(copy, "began_s", None), getattr(copy, "ended_s", None)
+    if began_s is not None and ended_s is not None:  # a reduction has its own place there
+        timeline.span("download", "gradients", began_s, ended_s, nbytes)

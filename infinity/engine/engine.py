@@ -28,6 +28,7 @@ from infinity.autograd.rounds import Rounds
 from infinity.config.sequence_ranks import check_expert_ranks, check_sequences
 from infinity.config.settings import Config
 from infinity.device.device import choose_cores, choose_device, open_device
+from infinity.device.room import note_download
 from infinity.durable.committer import TrainingStateSource
 from infinity.durable.tiers import open_tier
 from infinity.engine.ending import Ending
@@ -39,6 +40,7 @@ from infinity.engine.routing import Routing
 from infinity.engine.shortage import Shortage
 from infinity.engine.state_dict import Exchange
 from infinity.errors import UnsupportedError
+from infinity.gradients.speculation import Speculation, why_never
 from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import OutgoingShare
@@ -52,7 +54,7 @@ from infinity.storage.checkpoint_store import CheckpointStore
 from infinity.storage.memory import Ledger, Pool, map_large_blocks, reuse_large_blocks
 from infinity.storage.packed import FileRange, Packed
 from infinity.storage.paths import of_rank
-from infinity.storage.store import Future, HostStore, Store
+from infinity.storage.store import HostStore, Store
 from infinity.storage.stripes import StripedStore
 from infinity.tensors import local
 from infinity.tiling import Routed, Tiled
@@ -135,8 +137,8 @@ class Engine:
         self.hooks = Hooks(self.residency, self.parts or self.boundaries)
         if self.boundaries is not None:
             self.hooks.backward_ended.append(self.boundaries.backward_ended)
-        parts = self.gradients, self.outgoing_share, self.lane, self.durable
-        self.arrivals = Arrivals(self.units, self.parameters.unit_of, self.hooks, *parts)
+        self.speculation = self._open_speculation()
+        self.arrivals = self._open_arrivals()
         self.optimizers = self.arrivals.optimizers
         store = self.durable or self.nvme_store
         self.ending = Ending(self.lane, self.ranks, self.partition, self.parts, self.device, store)
@@ -186,6 +188,14 @@ class Engine:
             deferred=self.config.stage == 1,
             bucket_nbytes=self.config.reduce_bucket_nbytes,
         )
+
+    def _open_arrivals(self) -> Arrivals:
+        parts = self.gradients, self.outgoing_share, self.lane, self.durable, self.speculation
+        return Arrivals(self.units, self.parameters.unit_of, self.hooks, *parts)
+
+    def _open_speculation(self) -> Speculation:
+        parts = self.lane, self.device, self.residency, self.store, self.outgoing_share
+        return Speculation(*parts, why_never(self.ranks.size, self.config.stage))
 
     def _open_parts(self, copies: Any) -> PartitionedBoundaries | None:
         """Return what divides the inputs of checkpoints among the ranks of the process group `copies`."""
@@ -280,8 +290,7 @@ class Engine:
         unit that each record is of.
 
         routed: records of slices alone, of which the data decides whether they are used, and whether a
-        backward uses them again. chosen: records of
-        modules that each rank's data chooses among.
+        backward uses them again. chosen: records of modules that each rank's data chooses among.
         """
         self.lane.drain()
         for record, parameters in records.items():
@@ -386,9 +395,8 @@ class Engine:
             self.arrivals.have_slices(whole.pieces())
 
     def _open_tier(self, largest_nbytes: int) -> DeviceTier | None:
-        """Divide the memory of an accelerator; None where the CPU computes.
-
-        Raises: DeviceMemoryError where the model cannot run in it.
+        """Divide the memory of an accelerator; None where the CPU computes. Raises: DeviceMemoryError where
+        the model cannot run in it.
         """
         room, free = self.device.room, self.device.free_nbytes()
         if room is None:
@@ -407,7 +415,7 @@ class Engine:
             fixed += sum(room.nbytes(unit.resident_nbytes) for unit in self.units if unit.trainable)
         budget = divide_device(total, free, room.nbytes(largest_nbytes), max(needs), fixed)
         room.open(budget.total_nbytes, self._one_gives_way)
-        room.over.append(partial(_note_download, self.timeline))
+        room.over.append(partial(note_download, self.timeline))
         room.take(room.nbytes(1) * sum(len(unit.parameters) for unit in self.units), "placeholders")
         return DeviceTier(self.residency, room, budget, self.lane, self._open_records())
 
@@ -422,8 +430,8 @@ class Engine:
         if store is None:
             return None
         updates = DeviceUpdates(store, self.device, self.lane, self.timeline)
-        self.residency.update_on_device_by(updates)
-        self.gradients.update_on_device_by(updates)
+        for one in (self.residency, self.gradients):
+            one.update_on_device_by(updates)
         return Records(
             store,
             updates,
@@ -559,13 +567,6 @@ class Engine:
     def close(self) -> None:
         """Stop the lane and give memory and files back. The parameters' values are gone."""
         self.ending.close()
-
-
-def _note_download(timeline: Timeline, copy: Future, nbytes: int) -> None:
-    """Put what has left an accelerator into the timeline."""
-    began_s, ended_s = getattr(copy, "began_s", None), getattr(copy, "ended_s", None)
-    if began_s is not None and ended_s is not None:  # a reduction has its own place there
-        timeline.span("download", "gradients", began_s, ended_s, nbytes)
 
 
 def engine_of(parameter: torch.Tensor) -> Engine | None:

@@ -132,6 +132,12 @@ class Stats:
     """Bytes copied from the device to host memory."""
     activations: str = ""
     """What blocks keep by Config(activation_memory=...), and why; empty without it."""
+    speculated: dict[str, int] = field(default_factory=dict, metadata=_TOTAL)
+    """Updates of units that were made before step() had decided them: "confirmed" or "dropped" by it; and, by
+    the reason, how often one could not be made while they were.
+    """
+    second_nbytes: int = 0
+    """Bytes on NVMe, beside those of records, to which such updates are written."""
     predicted_step_s: float | None = None
     """Seconds that a step should take, by its plan and what was measured; None where that is not known."""
 
@@ -219,6 +225,9 @@ class Stats:
             up, down = format_size(self.uploaded_nbytes), format_size(self.downloaded_nbytes)
             rows.insert(6, ("link moved", f"to the device {up}, from it {down}"))
         rows += self._rows_of_slices()
+        if any(self.speculated.values()):
+            counted = (f"{number:,} {kind}" for kind, number in self.speculated.items())
+            rows.append(("made ahead", ", ".join(counted)))
         if self.activations:
             rows.append(("activations", self.activations))
         if self.ranks > 1:
@@ -322,13 +331,14 @@ def predicted_step_s(engine: Engine, load: Load, done: Stats, speed: Speed) -> f
     updated = sum(unit.record.shard.numel for unit in engine.units if unit.trainable)
     rates = Rates(speed, update=updated / worked_s if worked_s > 0 else math.inf, shared=False)
     budget, host = engine.budget, engine.device.is_host
+    ahead = done.speculated.get("confirmed", 0) > done.speculated.get("dropped", 0)
     limits = EngineLimits(
         budget.tile_numel,
         budget.slots,
         engine.residency.window_nbytes,
         budget.outgoing_nbytes,
         on_host=host,
-        update="forward" if engine.residency.updates_at_fetch else "backward",
+        update="forward" if engine.residency.updates_at_fetch and not ahead else "backward",
     )
     return predict_step(plan, seconds, [_moves(unit) for unit in engine.units], limits, rates).seconds
 
@@ -393,6 +403,8 @@ def stats(model: nn.Module) -> Stats:
         device_held_nbytes=ledger.held_nbytes if ledger is not None else 0,
         device_peak_nbytes=ledger.peak_nbytes if ledger is not None else 0,
         device_nbytes=tier.held_nbytes if tier is not None else 0,
+        speculated=engine.speculation.counts,
+        second_nbytes=engine.speculation.nbytes,
         activations=engine.activations.told if engine.activations is not None else "",
         uploaded_nbytes=uploaded_nbytes,
         downloaded_nbytes=downloaded_nbytes,

@@ -82,6 +82,7 @@ class Gradient:
         "_lease",
         "_ledger",
         "_unit",
+        "additions",
         "arriving",
         "checked",
         "field",
@@ -108,6 +109,8 @@ class Gradient:
         self.square_sum: SquareSum | None = None
         """Filled in by `job` where a pass computes it."""
         self._job: weakref.ref[Pass] | None = None
+        self.additions = 0
+        """How often something was added to its values."""
         self.scale = ONE
         """The fp32 factor that clipping recorded; applied in the update."""
         self.checked = False
@@ -222,6 +225,10 @@ class Gradient:
         """Wait on the device, as `tensor`, for the other gradients of the unit."""
         self.send(tensor, lease)
         self.on_device = True
+
+    def is_added_to(self) -> None:
+        """Note that something is about to be added to its values."""
+        self.additions += 1
 
     def was_changed(self) -> None:
         """Note that the tensor has other values than those that were measured."""

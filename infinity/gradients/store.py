@@ -332,6 +332,7 @@ class GradientStore:
     def add(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Add a further backward's gradient to the stored one, in fp32."""
         gradient.check("a second backward before step()")
+        gradient.is_added_to()
         self._adds |= gradient.form is not Form.ZERO
         if self._reduction is not None:
             if self._reduction.has_complete(gradient.unit):

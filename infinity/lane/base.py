@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 from infinity import kernels
-from infinity.planning.queue import QueuedPass
+from infinity.planning.queue import JobLane, QueuedPass
+from infinity.records.checksums import TileChecksums
 from infinity.records.packing import PackedSpans
 from infinity.records.record import Record
 from infinity.storage.store import Transfer
@@ -43,6 +44,26 @@ class Pass(QueuedPass[Record], ABC):
     def touched(self) -> Iterable[str]:
         """Return the fields that it may touch."""
         return [name for name, _ in self.record.tiers()]
+
+    rewrites = False
+    """Whether it changes values of the record's weights or state: see records/next_fields.py."""
+
+    def submitted(self, lane: JobLane) -> None:
+        """Note the lane; tell those who watch the record of what changes."""
+        super().submitted(lane)
+        if self.rewrites:
+            self.record.values_change()
+
+    def address(self, field: str, start: int) -> int | None:
+        """Return the address at which a field is worked on from element `start` on; None for a slot."""
+        if field in self.adopts:
+            return self.record.target_address(field, start)
+        address = self.record.address(field, start)
+        return self.own_address(field, start) if address is None else address
+
+    def is_stored(self, field: str) -> bool:
+        """Whether what a tile changes of a field is written to NVMe, and does not stay where it is."""
+        return not self.record.in_host(field) and field not in self.adopts
 
     def own_address(self, field: str, start: int) -> int | None:
         """Return the address, on a whole block, of memory of the pass's own for a field on NVMe from element
@@ -104,7 +125,7 @@ class Pass(QueuedPass[Record], ABC):
         packed = self.record.packed
         if packed:  # these are summed up when their span comes and goes
             reads, writes = ([name for name in names if name not in packed] for names in (reads, writes))
-        sums = self.record.checksums(start, stop, addresses, reads, writes)
+        sums = self.checksums_of(start, stop, addresses, reads, writes)
         on_the_way = self.takes_checksums(start, stop)
         if not on_the_way:
             sums.compare()
@@ -114,6 +135,12 @@ class Pass(QueuedPass[Record], ABC):
             sums.compare(taken=True)
         sums.keep(taken=on_the_way)
         return more
+
+    def checksums_of(
+        self, start: int, stop: int, addresses: dict[str, int], reads: Sequence[str], writes: Sequence[str]
+    ) -> TileChecksums:
+        """Return the checksums of a tile; see Record.checksums."""
+        return self.record.checksums(start, stop, addresses, reads, writes)
 
     def read(
         self,

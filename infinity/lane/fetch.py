@@ -150,6 +150,8 @@ class FetchPass(_UnitPass):
 class _UpdatingPass(_UnitPass):
     """A pass that applies a unit's pending updates."""
 
+    rewrites = True
+
     def __init__(self, unit: FetchTarget, device: Device, tile_numel: int, flat: torch.Tensor | None) -> None:
         """Begin with what is pending for `unit`, which is this pass's own as soon as it is taken over."""
         super().__init__(unit, device, tile_numel, flat)

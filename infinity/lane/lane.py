@@ -443,13 +443,13 @@ class StreamLane:
         addresses: dict[str, int] = {}
         slotted: list[str] = []
         for name in dict.fromkeys((*reads, *writes)):
-            address = self._address(job, name, start)
+            address = job.address(name, start)
             if address is None:
                 slotted.append(name)
             else:
                 addresses[name] = address
         reads = job.ordered(name for name in reads if not record.in_host(name))
-        stored = job.ordered(name for name in writes if not record.in_host(name) and name not in job.adopts)
+        stored = job.ordered(name for name in writes if job.is_stored(name))
         slot = self._pool.lease() if slotted or reads or stored else None
         self._held += slot is not None and job.computes
         window = (0, 0)
@@ -463,14 +463,6 @@ class StreamLane:
         tile = LaneTile(job, start, stop, slot, addresses, reads, stored, changes)
         self._reading.append(tile)  # first: what has begun is waited for, even if the next cannot begin
         tile.begin_reads(window)
-
-    @staticmethod
-    def _address(job: Pass, name: str, start: int) -> int | None:
-        """Return the address at which a field of a tile is worked on; None for a slot."""
-        if name in job.adopts:
-            return job.record.target_address(name, start)
-        address = job.record.address(name, start)
-        return job.own_address(name, start) if address is None else address
 
     def _work(self, tile: LaneTile) -> None:
         """Wait for a tile's reads, and have its work done."""

@@ -272,6 +272,8 @@ def _copy_or_clear(nbytes: int, to: int, address: int | None) -> None:
 class CopyInPass(_RangePass):
     """Replaces a range of a record, whole tiles, by what buffers hold, as it is stored."""
 
+    rewrites = True
+
     def _kept_in(self, field: str) -> Sequence[str]:
         """All weights follow their master."""
         return self.record.schema.weights if field == "master" else (field,)
@@ -302,6 +304,8 @@ class WritePass(Pass):
     With `rewrite`, masters in the type that computes change only the elements whose value differs (the others
     keep their remainder).
     """
+
+    rewrites = True
 
     def __init__(
         self,

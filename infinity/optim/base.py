@@ -10,6 +10,12 @@ norm is not known yet) and a second backward before step(). Units in host memory
 early update could overlap with: their gradients wait in the outgoing share, and are applied when it is full,
 or when the backward ends.
 
+With speculate=True a unit's update is made in the backward, too, as if nothing were clipped and the gradient
+scale were the usual one, but beside the record; gradients are kept. step() decides as ever, and where it
+decides the same, what was made counts, and else the update is applied as ever: the bits are those of
+update="forward" in any case. With "auto" that is done where it would have been right in most of the last
+steps. See gradients/speculation.py.
+
 [Note: missed steps]
 A gradient of zeros still decays weights and moments. An expert to which no token was routed has such
 gradients after zero_grad(set_to_none=False). Moving its record for each would cost what routing saves. So
@@ -42,6 +48,7 @@ from infinity.optim.checks import check_record, check_room, checked_states
 from infinity.optim.joined_state import cut_state, joined_state
 from infinity.optim.optimizer_view import ShowingState
 from infinity.optim.ownership import ParameterPlace, check_current, engine_for
+from infinity.planning.speculation import SpeculationHistory
 from infinity.records.update_rules import Recipe
 from infinity.records.updates import Update
 from infinity.records.weights import WEIGHTS
@@ -49,6 +56,12 @@ from infinity.tiling import Whole, count_update
 from infinity.units.optimizer_options import check_group
 from infinity.units.tracking import Tracking
 from infinity.units.unit import Unit
+
+Speculate = bool | Literal["auto"]
+"""Whether updates are made in the backward before step() decides them; "auto": where it was right lately."""
+
+Taken = tuple[dict[str, Any], nn.Parameter, Gradient]
+"""A group, one of its parameters, and the gradient that step() applies."""
 
 MISSED_LIMIT = 100
 """Steps with gradients of zeros that may wait for a pass over the record; see [Note: missed steps]."""
@@ -62,7 +75,8 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
     computes, and which state it keeps. max_norm: clip the global gradient norm, in fp32, inside the update
     (leave it None if you call torch.nn.utils.clip_grad_norm_). update: "forward" or "backward"; see [Note:
     when an update happens]. seed: of the random bits that round the moments of Config(state_dtype="bf16" or
-    "int8"); the same seed gives the same bits. `state` reads from the records; see ParameterState.
+    "int8"); the same seed gives the same bits. speculate: True or "auto" makes updates ahead; see the same
+    note. `state` reads from the records; see ParameterState.
 
     Raises: ValueError for settings out of range and for parameters that were not built in Init;
     UnsupportedError for torch's options that it does not have.
@@ -77,6 +91,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         max_norm: float | None = None,
         update: Literal["forward", "backward"] = "forward",
         seed: int = 0,
+        speculate: Speculate = False,
     ) -> None:
         if update not in ("forward", "backward"):
             raise ValueError(f'update={update!r}: expected "forward" or "backward"')
@@ -84,6 +99,10 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             raise ValueError(f"max_norm={max_norm}: expected a number above 0, or None")
         if max_norm is not None and update == "backward":
             raise ValueError('max_norm needs the norm of all gradients before an update: update="forward"')
+        if speculate not in (True, False, "auto"):
+            raise ValueError(f'speculate={speculate!r}: expected True, False or "auto"')
+        if speculate is True and update == "backward":
+            raise ValueError('speculate=True: update="backward" decides in the backward, nothing is foreseen')
         recipe.scalars(defaults, 1, 1.0)  # checks the defaults
         self.recipe = recipe
         self.max_norm = max_norm
@@ -91,11 +110,29 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         self.seed = seed
         self.grad_norm: float | None = None
         """The global gradient norm of the last step, if max_norm is set."""
+        forced = None if speculate == "auto" and update == "forward" else speculate is True
+        self.speculation = SpeculationHistory(forced)
         self._decided: set[Unit] = set()
         self._warned = False
         self.own_nothing()
         super().__init__(params, defaults)
         self.take([one for group in self.param_groups for one in group["params"]])
+        if self.speculation.is_forced:
+            self._reserve()
+
+    def _reserve(self) -> None:
+        """Allocate what updates are written to that are made before step(); see [Note: speculative updates].
+
+        Raises: UnsupportedError where there are none; aio.StorageFullError.
+        """
+        units: dict[Engine, dict[Unit, None]] = {engine: {} for engine in self._engines.values()}
+        for group in self.param_groups:
+            for one in group["params"]:
+                engine = self.mine[id(one)].engine
+                units[engine][engine.parameters.unit_of(one)[0]] = None
+        for engine, found in units.items():
+            engine.speculation.check_possible(type(self).__name__)
+            engine.speculation.reserve(list(found))
 
     def set_seed(self, seed: int) -> None:
         """Set the seed of the random bits that round the moments from now on."""
@@ -175,6 +212,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         for group, parameter, gradient in taken:
             self._decide(group, parameter, gradient, factor)
         self._decide_missed(beside, float(factor))
+        self._settle_speculation(taken, factor)
         for unit in {gradient.unit for _, _, gradient in taken if gradient.form is not Form.ZERO}:
             self._engine(unit).residency.frequencies.updated(unit.index)
         self._applied.clear()
@@ -330,7 +368,34 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         step = state.get("step", 0) + 1
         scalars = recipe.scalars(group, step, clip)
         state["step"] = step
-        return scalars, kernels.state_key(self.seed, self.mine[id(parameter)].position, step)
+        return scalars, self._key(parameter, step)
+
+    def _key(self, parameter: nn.Parameter, step: int) -> int:
+        return kernels.state_key(self.seed, self.mine[id(parameter)].position, step)
+
+    # Making updates ahead: speculation.Foreseer
+
+    def foresee(self, gradient: Gradient) -> Update | None:
+        """Return the update of a gradient's parameter that step() will probably decide."""
+        parameter = gradient.parameter
+        if id(parameter) not in self._begun:
+            return None
+        place, recipe = self.mine[id(parameter)], self.recipe_of(parameter)
+        step = self.counts.get(parameter, {}).get("step", 0) + 1
+        scalars = recipe.scalars(self.param_groups[place.group], step, self.speculation.scale)
+        return self._update(gradient, place, recipe, (scalars, self._key(parameter, step)))
+
+    def _settle_speculation(self, taken: list[Taken], factor: np.float32) -> None:
+        """Let what was made ahead count, where it is what this step has decided."""
+        settled = [engine.speculation.settle(self) for engine in self._engines.values()]
+        scales = {float(np.float32(gradient.scale * factor)) for _, _, gradient in taken}
+        if taken:
+            self.speculation.close_step(
+                scales.pop() if len(scales) == 1 else math.nan,
+                confirmed=sum(one[0] for one in settled),
+                dropped=sum(one[1] for one in settled),
+                added_up=any(gradient.additions for _, _, gradient in taken),
+            )
 
     # Updating in the backward: arrivals.Updater
 

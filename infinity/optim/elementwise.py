@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from infinity.errors import UnsupportedError
-from infinity.optim.base import OffloadedOptimizer
+from infinity.optim.base import OffloadedOptimizer, Speculate
 from infinity.records.update_rules import Kernel, Recipe, UpdateSpan
 from infinity.records.weights import KERNEL_DTYPE, WEIGHTS, WIDEN, Weights
 from infinity.storage.memory import view
@@ -36,21 +36,22 @@ def wrap_optimizer(
     *,
     max_norm: float | None = None,
     update: Literal["forward", "backward"] = "forward",
+    speculate: Speculate = False,
     **options: Any,
 ) -> Elementwise:
     """Return an optimizer that steps offloaded parameters by any elementwise class of torch.optim.
 
     It is for classes without a kernel in this package, and slower. kind: the class, such as
     torch.optim.RMSprop; options: its own. Masters, state and arithmetic are fp32; the bits are those of
-    kind(..., foreach=False) in memory, on fp32 parameters with the same gradients. params, max_norm, update:
-    as OffloadedOptimizer.
+    kind(..., foreach=False) in memory, on fp32 parameters with the same gradients. params, max_norm, update,
+    speculate: as OffloadedOptimizer.
 
         optimizer = infinity.wrap_optimizer(torch.optim.RMSprop, model.parameters(), lr=1e-3, momentum=0.9)
 
     Raises: UnsupportedError for a class that is not elementwise, or whose state a record has no room for; see
     [Note: what is elementwise]. What `kind` itself raises for its options.
     """
-    return Elementwise(kind, params, max_norm=max_norm, update=update, **options)
+    return Elementwise(kind, params, max_norm=max_norm, update=update, speculate=speculate, **options)
 
 
 class Elementwise(OffloadedOptimizer):
@@ -63,11 +64,14 @@ class Elementwise(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: Literal["forward", "backward"] = "forward",
+        speculate: Speculate = False,
         **options: Any,
     ) -> None:
         """Test the class, and take the parameters; room for their state is allocated now."""
         chosen = _OptimizerKind(kind, options)
-        super().__init__(params, chosen.defaults, chosen.recipe(), max_norm=max_norm, update=update)
+        super().__init__(
+            params, chosen.defaults, chosen.recipe(), max_norm=max_norm, update=update, speculate=speculate
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The public optimizers: torch's signatures, followed by Infinity's options.
 
-All take torch's param groups, and max_norm, update and seed as OffloadedOptimizer. Options that only choose
-among torch's implementations (foreach, fused) are accepted and have no effect; amsgrad, maximize, capturable
-and differentiable are accepted if False.
+All take torch's param groups, and max_norm, update, seed and speculate as OffloadedOptimizer. Options that
+only choose among torch's implementations (foreach, fused) are accepted and have no effect; amsgrad, maximize,
+capturable and differentiable are accepted if False.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from infinity.engine.engine import Engine
-from infinity.optim.base import OffloadedOptimizer
+from infinity.optim.base import OffloadedOptimizer, Speculate
 from infinity.records import update_rules as recipes
 from infinity.tensors import local, spread_as
 from infinity.units.optimizer_options import settle
@@ -29,8 +29,11 @@ class AdamW(OffloadedOptimizer):
     gradient norm, in fp32, inside the update (leave it None if you call torch.nn.utils.clip_grad_norm_).
     update: "forward" or "backward"; see [Note: when an update happens] in optim/base.py. seed: of the random
     bits that round the moments of Config(state_dtype="bf16" or "int8"); the same seed gives the same bits.
+    speculate: "auto" or True makes updates in the backward as if nothing were clipped, and lets them count
+    where step() decides the same; see [Note: when an update happens].
 
-    Raises: ValueError for settings out of range and for parameters that were not built in Init.
+    Raises: ValueError for settings out of range and for parameters that were not built in Init; with
+    speculate=True UnsupportedError where no update can be made so, and aio.StorageFullError.
     """
 
     def __init__(
@@ -45,11 +48,14 @@ class AdamW(OffloadedOptimizer):
         max_norm: float | None = None,
         update: When = "forward",
         seed: int = 0,
+        speculate: Speculate = False,
         **options: Any,
     ) -> None:
         settle(AdamW, torch.optim.AdamW, {"amsgrad": amsgrad, **options}, params)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, recipes.ADAMW, max_norm=max_norm, update=update, seed=seed)
+        super().__init__(
+            params, defaults, recipes.ADAMW, max_norm=max_norm, update=update, seed=seed, speculate=speculate
+        )
 
 
 class Adam(OffloadedOptimizer):
@@ -66,11 +72,14 @@ class Adam(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: When = "forward",
+        speculate: Speculate = False,
         **options: Any,
     ) -> None:
         settle(Adam, torch.optim.Adam, {"amsgrad": amsgrad, **options}, params)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, recipes.ADAM, max_norm=max_norm, update=update)
+        super().__init__(
+            params, defaults, recipes.ADAM, max_norm=max_norm, update=update, speculate=speculate
+        )
 
 
 class SGD(OffloadedOptimizer):
@@ -92,6 +101,7 @@ class SGD(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: When = "forward",
+        speculate: Speculate = False,
         **options: Any,
     ) -> None:
         settle(SGD, torch.optim.SGD, options, params)
@@ -102,7 +112,7 @@ class SGD(OffloadedOptimizer):
         recipe = recipes.MOMENTUM if any(momenta or [momentum]) else recipes.SGD
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
         defaults |= {"weight_decay": weight_decay, "nesterov": nesterov}
-        super().__init__(groups, defaults, recipe, max_norm=max_norm, update=update)
+        super().__init__(groups, defaults, recipe, max_norm=max_norm, update=update, speculate=speculate)
 
 
 class Adagrad(OffloadedOptimizer):
@@ -122,6 +132,7 @@ class Adagrad(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: When = "forward",
+        speculate: Speculate = False,
         **options: Any,
     ) -> None:
         settle(Adagrad, torch.optim.Adagrad, options, params)
@@ -129,7 +140,9 @@ class Adagrad(OffloadedOptimizer):
             raise ValueError(f"initial_accumulator_value={initial_accumulator_value}: expected at least 0")
         defaults = {"lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay}
         defaults["initial_accumulator_value"] = initial_accumulator_value
-        super().__init__(params, defaults, recipes.ADAGRAD, max_norm=max_norm, update=update)
+        super().__init__(
+            params, defaults, recipes.ADAGRAD, max_norm=max_norm, update=update, speculate=speculate
+        )
 
     def make_room(self, engine: Engine, parameter: nn.Parameter) -> None:
         """Make room for the sum of squared gradients, with its initial value."""
@@ -158,8 +171,11 @@ class Lion(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: When = "forward",
+        speculate: Speculate = False,
         **options: Any,
     ) -> None:
         settle(Lion, None, options, params)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, defaults, recipes.LION, max_norm=max_norm, update=update)
+        super().__init__(
+            params, defaults, recipes.LION, max_norm=max_norm, update=update, speculate=speculate
+        )

@@ -151,6 +151,11 @@ class FlatLayout:
         """The first element behind the last parameter: what follows is padding, and never written."""
         return max((one.stop for one in self.segments if one.numel), default=0)
 
+    def renamed(self, names: Sequence[str]) -> FlatLayout:
+        """Return the same range with other names of the parameters."""
+        segments = zip(self.segments, names, strict=True)
+        return FlatLayout(tuple(replace(one, name=name) for one, name in segments), self.numel)
+
     def __post_init__(self) -> None:
         """Check that segments are whole-block aligned, ordered and inside the range."""
         end = 0

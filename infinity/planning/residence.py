@@ -210,6 +210,12 @@ class Residence(Generic[_UpdateT]):
         jobs, self.deferred = self.deferred, []
         return jobs
 
+    def withdraw(self, job: _UpdateT) -> bool:
+        """Have a pass not begin; return whether it was to."""
+        waited = job in self.deferred
+        self.deferred = [one for one in self.deferred if one is not job]
+        return waited
+
 
 class PlacedUnit(Protocol):
     """A unit, as Residency sees it."""
@@ -534,12 +540,17 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
             elif residence.fetch is not None:
                 residence.outdate()
             self._lane.submit(job)
-        elif residence.users:
+        else:
+            self.lend_when_free(unit, job)
+        return job
+
+    def lend_when_free(self, unit: _UnitT, job: _UpdateT) -> None:
+        """Have a pass start from a resident unit's values, and release it, when its last user is gone."""
+        if unit.residence.users:
             job.take_over()
-            residence.defer(job)
+            unit.residence.defer(job)
         else:
             self._lend(unit, job)
-        return job
 
     def _has_masters(self, unit: _UnitT) -> bool:
         """Whether an update can start from the values of a unit that is resident."""

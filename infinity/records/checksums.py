@@ -3,11 +3,40 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from infinity import kernels
 from infinity.planning.layout import RecordSchema
+
+SAMPLED = 16
+"""With verify="sample", one tile in this many is compared when it is read."""
+
+_GOLDEN = 2654435769  # 2**32 / the golden ratio: multiples of it, mod 2**32, are spread evenly
+
+
+class ReadSample:
+    """Chooses the tiles that are compared: all that are read, or a sample of them."""
+
+    def __init__(self, some: bool) -> None:  # noqa: FBT001 - its only argument
+        """Choose all, or only `some`."""
+        self._some = some
+        self._reads = 0
+
+    def has_next(self) -> bool:
+        """Whether to compare the next tile that is read."""
+        self._reads += 1
+        return not self._some or self._reads * _GOLDEN % (1 << 32) < (1 << 32) // SAMPLED
+
+    @contextmanager
+    def of_all(self) -> Iterator[None]:
+        """Choose all within the `with`."""
+        some, self._some = self._some, False
+        try:
+            yield
+        finally:
+            self._some = some
 
 
 class FieldTile(NamedTuple):

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 from infinity import kernels
 from infinity.records.checksums import TileChecksums
+from infinity.records.next_fields import NextFields
 from infinity.records.record import Record
 from infinity.storage.memory import Arena
 from infinity.storage.store import DONE, AllOf, Transfer
@@ -26,8 +27,13 @@ from infinity.storage.store import DONE, AllOf, Transfer
 class _Span:
     """A span in memory: zeros, if it was never written."""
 
-    def __init__(self, record: Record, name: str, start: int, *, urgent: bool) -> None:
-        """Start to read the span of a field at element `start`, if it was ever written."""
+    def __init__(
+        self, record: Record, name: str, start: int, *, urgent: bool, to: NextFields | None = None
+    ) -> None:
+        """Start to read the span of a field at element `start`, if it was ever written. to: what it is
+        written to, the record if None.
+        """
+        self._to = to or record
         self.name, self.start = name, start
         self.stop = min(start + record.span(name), record.shard.numel)
         self.changed = False
@@ -52,10 +58,10 @@ class _Span:
     def write(self) -> Transfer:
         """Start to write the whole span."""
         self._checksums(writes=(self.name,)).keep()
-        return self._record.write(self.name, self.start, self.stop, self._memory.address, self._memory)
+        return self._to.write(self.name, self.start, self.stop, self._memory.address, self._memory)
 
     def _checksums(self, *, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()) -> TileChecksums:
-        return self._record.checksums(self.start, self.stop, {self.name: self._memory.address}, reads, writes)
+        return self._to.checksums(self.start, self.stop, {self.name: self._memory.address}, reads, writes)
 
 
 class _Piece:
@@ -94,8 +100,13 @@ class PackedSpans:
 
     def __init__(self, record: Record) -> None:
         self._record = record
+        self._to: NextFields | None = None
         self._spans: dict[tuple[str, int], _Span] = {}
         self._noted: list[tuple[str, int, int]] = []
+
+    def write_to(self, fields: NextFields) -> None:
+        """Write what changes to `fields` instead of the record. Before the first read."""
+        self._to = fields
 
     def read(self, name: str, start: int, stop: int, address: int, *, urgent: bool) -> Transfer:
         """Start to read elements [start, stop), a tile, to `address`, with the rest of their span."""
@@ -130,7 +141,7 @@ class PackedSpans:
     def _span(self, name: str, start: int, *, urgent: bool) -> _Span:
         begin = start // self._record.span(name) * self._record.span(name)
         if (name, begin) not in self._spans:
-            self._spans[name, begin] = _Span(self._record, name, begin, urgent=urgent)
+            self._spans[name, begin] = _Span(self._record, name, begin, urgent=urgent, to=self._to)
         return self._spans[name, begin]
 
     def _write(self, name: str, until: int | None = None) -> Iterator[Transfer]:

@@ -15,16 +15,16 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from mmap import mmap
 from typing import TYPE_CHECKING
 
 from infinity import kernels
-from infinity.errors import CorruptionError
 from infinity.planning.layout import ALONE, FP32, FieldCuts, FlatLayout, Holders, RecordSchema
-from infinity.records.checksums import FieldTile, TileChecksums
+from infinity.records.checksums import FieldTile, ReadSample, TileChecksums
+from infinity.records.corruption import corruption
 from infinity.sizes import BLOCK
 from infinity.storage.checkpoint_store import CheckpointStore
 from infinity.storage.packed import FileRange, Packed
@@ -41,13 +41,8 @@ from infinity.storage.store import (
 
 if TYPE_CHECKING:
     import torch
-SAMPLED = 16
-"""With verify="sample", one tile in this many is compared when it is read."""
-
 _UNSEEN = 2
 """Stands for the checksum of a tile in a file that nobody has read yet."""
-
-_GOLDEN = 2654435769  # 2**32 / the golden ratio: multiples of it, mod 2**32, are spread evenly
 
 
 @dataclass(slots=True)
@@ -98,9 +93,7 @@ class Record:
         """Elements that passes read, work on and write at once."""
         self._traffic = traffic
         self._hashes_tiles = verify != "off"
-        self._samples = verify == "sample"
-        """Whether only a sample of the tiles that are read is compared."""
-        self._reads = 0
+        self._sample = ReadSample(verify == "sample")
         self.all_in_host = True
         """Whether all of `fields` are in host memory."""
         self.on_device = False
@@ -117,6 +110,8 @@ class Record:
         self._addresses: dict[str, int] | None = None
         """Those of `fields`, where `addresses_in_host` has found them."""
         self._in_files: tuple[CheckpointStore, Extent] | None = None
+        self.watchers: set[Callable[[], None]] = set()
+        """Called when the values of fields are about to change; see records/next_fields.py."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._extents
@@ -125,18 +120,13 @@ class Record:
         """Give the unit its name in the finished model."""
         self.name = name
 
-    @contextmanager
-    def comparing_all(self) -> Iterator[None]:
+    def comparing_all(self) -> AbstractContextManager[None]:
         """Compare every tile that is read within the `with`, also with verify="sample"."""
-        samples, self._samples = self._samples, False
-        try:
-            yield
-        finally:
-            self._samples = samples
+        return self._sample.of_all()
 
     def rename(self, segments: Sequence[str]) -> None:
         """Give the parameters their names in the finished model."""
-        self.shard, self.unit_layout = (_renamed(one, segments) for one in (self.shard, self.unit_layout))
+        self.shard, self.unit_layout = (one.renamed(segments) for one in (self.shard, self.unit_layout))
 
     def rank_part(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a parameter's values, one-dimensional, a view of `whole`."""
@@ -298,6 +288,8 @@ class Record:
 
     def drop(self, name: str) -> None:
         """Remove a field and free its extent, if the record has it."""
+        if name in self.fields:
+            self.values_change()
         if name == "hi" and self._in_files is not None:
             self.drop_host_copy()
             self._in_files = None
@@ -328,6 +320,22 @@ class Record:
         if self.volatile(name):  # a durable run's copy on NVMe may be of a time before it was there itself
             self.changed_in_host.add(name)
         old.store.free(old)
+
+    def exchange(self, homes: Mapping[str, tuple[Extent, array[int]]]) -> dict[str, Extent]:
+        """Let fields be what was written to other extents, on NVMe, with these checksums. Return the extents
+        that they leave; one in host memory becomes the target of its field, which comes back to it.
+        """
+        left: dict[str, Extent] = {}
+        for name, home in homes.items():
+            old, (self._extents[name], self._hashes[name]) = self._extents[name], home
+            (self.targets if isinstance(old.store, HostStore) else left)[name] = old
+        self._moved()
+        return left
+
+    def values_change(self) -> None:
+        """Tell those who watch that the values of fields are about to change."""
+        for call in list(self.watchers):
+            call()
 
     def _moved(self) -> None:
         self.fields = tuple(name for name in self.schema.fields if name in self._extents)
@@ -454,7 +462,7 @@ class Record:
         """Start to write elements [start, stop) of a field, whole spans. Call `checksums(...).keep()` for
         them before. more: see Request.
         """
-        return self._write(self._extents[name], name, start, stop, address, owner, more=more)
+        return self.write_at(self._extents[name], name, start, stop, address, owner, more=more)
 
     def write_to(
         self,
@@ -474,14 +482,14 @@ class Record:
         if first >= last:
             return DONE
         address -= self._cuts.offset(name, start) - self._cuts.offset(name, first)
-        self._checksums_kept_in(first, last, {name: address}, (), {name: hashes}).keep()
+        self.checksums_kept_in(first, last, {name: address}, (), {name: hashes}).keep()
         if isinstance(extent.store, HostStore):
             nbytes = self.tile_nbytes(name, last - first)
             kernels.copy(nbytes, extent.offset + self._cuts.offset(name, first), address)
             return DONE
-        return self._write(extent, name, first, last, address, owner)
+        return self.write_at(extent, name, first, last, address, owner)
 
-    def _write(
+    def write_at(
         self,
         extent: Extent,
         name: str,
@@ -492,6 +500,7 @@ class Record:
         *,
         more: bool = False,
     ) -> Transfer:
+        """Start to write elements [start, stop) of a field, whole spans, to an extent; see `write`."""
         disk, nbytes = self._disk(extent, name), self.tile_nbytes(name, stop - start)
         self._traffic.written[disk.tier, name] += nbytes
         what, offset = f"{self.name}.{name}", self._cuts.offset(name, start)
@@ -535,9 +544,9 @@ class Record:
         """Return the checksums of elements [start, stop), whole spans, at these addresses: to compare for the
         fields that were read, and to keep for those that are to be written.
         """
-        return self._checksums_kept_in(start, stop, at, reads, {name: self._hashes[name] for name in writes})
+        return self.checksums_kept_in(start, stop, at, reads, {name: self._hashes[name] for name in writes})
 
-    def _checksums_kept_in(
+    def checksums_kept_in(
         self,
         start: int,
         stop: int,
@@ -545,6 +554,7 @@ class Record:
         reads: Sequence[str],
         writes: Mapping[str, array[int]],
     ) -> TileChecksums:
+        """As `checksums`; those of the fields that are to be written are kept in these arrays."""
         if not self._hashes_tiles:
             reads = ()
         elif self._has_tensors:  # what is updated on the device has no checksums
@@ -555,17 +565,12 @@ class Record:
             if start % span:
                 raise ValueError(f"{self.name}.{name}: element {start} is inside a tile of {span}")
             for first in range(start, stop, span):
-                compared = name in reads and self._is_compared()
+                compared = name in reads and self._sample.has_next()
                 if compared or hashes is not None:
                     nbytes = self.tile_nbytes(name, min(span, stop - first))
                     address = base + self._cuts.offset(name, first)
                     parts.append(FieldTile(name, first // span, address, nbytes, compared, hashes))
         return TileChecksums(self.schema, parts, self.compare, taken=self._hashes_tiles)
-
-    def _is_compared(self) -> bool:
-        """Whether to compare the next tile that is read."""
-        self._reads += 1
-        return not self._samples or self._reads * _GOLDEN % (1 << 32) < (1 << 32) // SAMPLED
 
     def compare(self, name: str, tile: int, nbytes: int, found: int) -> None:
         """Compare the checksum of a tile that was read with the one kept when it was written.
@@ -580,21 +585,6 @@ class Record:
             return
         extent, offset = self._extents[name], self._cuts.offset(name, tile * self.span(name))
         where = self._disk(extent, name).where(extent, offset)
-        if self._in_files is not None:
-            raise CorruptionError(
-                f"{self.name}.{name}: the {nbytes} bytes read from {where} are not those that were read from "
-                f"there before (checksum {found:016x}, expected {expected:016x}). Likely cause: the file was "
-                "changed, or the device returned stale or damaged data. Compare it with where it came from, "
-                "and load the model again."
-            )
-        raise CorruptionError(
-            f"{self.name}.{name}: the {nbytes} bytes read from {where} are not those that were written "
-            f"(checksum {found:016x}, expected {expected:016x}). Likely cause: the device returned stale or "
-            "damaged data. Check it (smartctl, dmesg) and resume from your last checkpoint; in a durable "
-            "run, try the older generation: infinity.resume(..., older=True)."
+        raise corruption(
+            f"{self.name}.{name}", nbytes, where, found, expected, in_files=self._in_files is not None
         )
-
-
-def _renamed(shard: FlatLayout, names: Sequence[str]) -> FlatLayout:
-    segments = zip(shard.segments, names, strict=True)
-    return FlatLayout(tuple(replace(one, name=name) for one, name in segments), shard.numel)

@@ -9,6 +9,9 @@ disk, two commits count, and they may name both sides of a range; a write to tha
 write whole tiles, so ranges are tiles. Usually all of a twin's tiles are on one side, which takes two numbers
 to say.
 
+An update that is not decided yet is written to the *other side* of a twin: of each range the one that is not
+live, where the last commit names those that are. Nobody reads it before the twin turns to it: `turn`.
+
 A twin that has been freed keeps the ranges that commits name, and so may serve another field at once.
 """
 
@@ -58,6 +61,11 @@ def among(runs: Runs, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
     for at, end, side in _ranges(runs):
         if at < stop and start < end:
             yield max(at, start), min(end, stop), side
+
+
+def _names(runs: Runs | None, start: int, stop: int, side: int) -> bool:
+    """Whether a commit with these sides names `side` for any of bytes [start, stop)."""
+    return any(one == side for _, _, one in among(runs or (), start, stop))
 
 
 def _ranges(runs: Runs) -> Iterator[tuple[int, int, int]]:
@@ -134,6 +142,7 @@ class TwinStore:
         self._next = 0
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
+        self._others = OtherSides(self)
 
     # Allocation
 
@@ -209,11 +218,7 @@ class TwinStore:
             sure = [(at, end, side) for at, end, side in parts if side is not None]
             if len(sure) == len(parts):
                 return sure
-            if self._failure is not None:
-                raise EngineFailedError(
-                    f"a write waits for the commit after step {self.step}, which has failed"
-                ) from self._failure
-            self._changed.wait(0.5)
+            self._await_commit()
 
     def _together(
         self,
@@ -248,6 +253,45 @@ class TwinStore:
         old = next(among(twin.committed, start, start + 1))[2] if twin.committed else None
         age = f"committed with step {self.step}" if side == old else f"written since step {self.step}"
         return "nowhere" if at is None else f"{self.store.where(at, start)}, {age}"
+
+    # Other sides
+
+    def other_side(self, extent: Extent) -> Extent | None:
+        """Return the sides of a twin that are not live, as an extent to write to; None where a commit will go
+        on to name them: where it does not name the live ones.
+        """
+        twin = self._twins[extent.offset]
+        with self._changed:
+            named = twin.committing or twin.committed
+            free = named is None or named == twin.live
+        return Extent(self._others, extent.offset, extent.nbytes) if free else None
+
+    def turn(self, other: Extent) -> Extent:
+        """Let what was written to `other`, from `other_side`, be what is read; return the twin."""
+        twin = self._twins[other.offset]
+        with self._changed:
+            twin.live = tuple((stop, 1 - side) for stop, side in twin.live)
+        return Extent(self, other.offset, other.nbytes)
+
+    def write_other(self, request: Request) -> Transfer:
+        """Begin to write to the sides that are not live, waiting for the running commit if needed."""
+        twin, start, stop = self._twins[request.extent.offset], request.start, request.start + request.nbytes
+        with self._changed:
+            parts = [(at, end, 1 - side) for at, end, side in among(twin.live, start, stop)]
+            while any(_names(runs, *part) for part in parts for runs in (twin.committed, twin.committing)):
+                self._await_commit()
+            for _, _, side in parts:
+                if twin.sides[side] is None:
+                    twin.sides[side] = self.store.allocate(twin.nbytes, request.what)
+        return self._together(self.store.write, request, twin, parts)
+
+    def _await_commit(self) -> None:
+        """Wait for the running commit a little. Holds the lock."""
+        if self._failure is not None:
+            raise EngineFailedError(
+                f"a write waits for the commit after step {self.step}, which has failed"
+            ) from self._failure
+        self._changed.wait(0.5)
 
     # Commits
 
@@ -295,6 +339,43 @@ class TwinStore:
         twin = Twin(nbytes, sides)
         twin.live = twin.committed = live
         return self._add(twin)
+
+
+class OtherSides:
+    """The sides of twins that are not live, as a store to write to."""
+
+    tier = "nvme"
+    writable = True
+
+    def __init__(self, twins: TwinStore) -> None:
+        self._twins = twins
+
+    def allocate(self, nbytes: int, what: str) -> Extent:
+        """Never: they are there with their twins."""
+        raise AssertionError(f"{what}: {nbytes} B of another side, without a twin")
+
+    def free(self, extent: Extent) -> None:
+        """Nothing: it stays with its twin."""
+
+    def read(self, request: Request) -> Transfer:
+        """Never: it is not decided that they count."""
+        raise AssertionError(f"{request.what}: read from a side that is not live")
+
+    def write(self, request: Request) -> Transfer:
+        """See TwinStore.write_other."""
+        return self._twins.write_other(request)
+
+    def where(self, extent: Extent, start: int) -> str:
+        """See DiskStore."""
+        return f"{self._twins.where(extent, start)}, on the other side"
+
+    def turn(self, extent: Extent) -> Extent:
+        """See TwinStore.turn."""
+        return self._twins.turn(extent)
+
+    def twin(self, extent: Extent) -> Extent:
+        """Return the twin of an other side."""
+        return Extent(self._twins, extent.offset, extent.nbytes)
 
 
 def _joined(parts: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:

@@ -406,7 +406,8 @@ class Pins:
 
     def _stop_coming(self, move: Move) -> None:
         """Have a field that waits for its place in host memory, or is on its way there, stay where it is."""
-        record = self._units[move.unit].record
+        unit = self._units[move.unit]
+        record = unit.record
         if move.field == "hi":
             self._packed.discard(move.unit)
         waiting = [one for one in self._to_host if (one.unit, one.field) == (move.unit, move.field)]
@@ -417,6 +418,8 @@ class Pins:
             self._lane.drain()  # a pass under way may adopt it
             if move.field in record.targets:
                 self._host.free(record.targets.pop(move.field))
+                if unit.residence.fetch is None:
+                    unit.unbind()  # it may have been used there: see Record.exchange
 
     def _leave(self, moves: Sequence[Move]) -> None:
         """Move fields to NVMe; those that were still on their way up stay there. The record of a unit that is

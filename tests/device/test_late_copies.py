@@ -61,6 +61,22 @@ def test_nothing_is_read_or_used_again_before_its_copy_is_over(folder, late, mem
     assert late.copies > 0
 
 
+def test_updates_that_are_made_before_they_are_decided_change_no_bit(folder, late):
+    init = {"nvme": folder, "host_memory": "128KiB"}
+    settings = {**SETTINGS, "max_norm": 100.0}
+    model, made_first, _ = models.offloaded("llama", settings, init)
+    with pytest.warns(UserWarning, match="supersedes"):
+        optimizer = infinity.AdamW(model.parameters(), **settings, speculate=True)
+    plain, reference, _ = models.in_memory("llama", settings, init)
+    reference.param_groups[0]["lr"] = settings["lr"]
+    assert models.train(model, optimizer, 3) == models.train(plain, reference, 3)
+    models.assert_same_state(model, optimizer, plain, reference)
+    assert made_first.superseded
+    counts = engine_of_model(model).speculation.counts
+    assert counts["confirmed"] > 10, counts
+    assert late.copies > 0
+
+
 @pytest.mark.parametrize(
     ("memory", "update"), [("128KiB", "backward"), ("64MiB", "backward"), ("64MiB", "forward")]
 )

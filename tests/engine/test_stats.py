@@ -32,6 +32,7 @@ GROWING = {
     "rounds",
     "uploaded_nbytes",
     "downloaded_nbytes",
+    "speculated",
 }
 
 
@@ -158,7 +159,8 @@ def test_printed_it_says_what_moved_and_what_was_waited_for():
     assert said["collectives"] == "gather 1,000, agree 2"
     assert len(said["placement"]) <= 100
     assert said["activations"] == "kept 1"
-    assert len(str(now).splitlines()) == 14
+    assert said["made ahead"] == "3 a"
+    assert len(str(now).splitlines()) == 15
 
 
 def test_a_notebook_shows_a_table_of_the_same_rows():

@@ -419,6 +419,13 @@ TRIED = {
         lambda lab: lab.optimizer(infinity.SGD, lr=1.0, settings=INT8),
         wrapped("RMSprop", settings=INT8),
     ],
+    "`speculate=True` without NVMe, on several ranks, in stages 1 and 2": [
+        lambda lab: lab.optimizer(speculate=True, settings={"nvme": None, "host_memory": "16MiB"}),
+        lambda lab: lab.optimizer(speculate=True, settings={"stage": 2}),
+    ],
+    '`speculate=True` with `update="backward"`': [
+        lambda lab: lab.optimizer(update="backward", speculate=True)
+    ],
     '`update="backward"` with fp16': [
         lambda lab: lab.optimizer(update="backward", settings={"dtype": "fp16"})
     ],

@@ -113,6 +113,58 @@ def test_a_write_waits_while_both_sides_are_named_and_no_longer():
     assert read(store, extent)[0] == 3
 
 
+def write_other(store, other, value):
+    arena = filled(value, BLOCKS)
+    other.store.write(Request(other, 0, arena.address, arena.nbytes, "x.hi", arena)).wait()
+
+
+def test_the_other_side_is_nobodys_until_the_twin_turns_to_it():
+    store = TwinStore(Disk(delay_s=0))
+    extent = store.allocate(BLOCKS * BLOCK, "x.hi")
+    write(store, extent, 0, 1, BLOCKS)
+    store.begin_commit([extent])
+    store.end_commit(1)
+    for turned in (False, True):
+        other = store.other_side(extent)
+        write_other(store, other, 5 + turned)
+        assert read(store, extent) == [1] * BLOCKS
+    assert other.store.turn(other) == extent == other.store.twin(other)
+    assert read(store, extent) == [6] * BLOCKS
+    assert store.other_side(extent) is None, "it is what the commit names"
+    store.begin_commit([extent])
+    assert store.other_side(extent) is not None, "it will be free"
+    store.end_commit(2)
+    write(store, extent, 3, 7)
+    assert store.other_side(extent) is None, "one block is of no commit"
+    store.begin_commit([extent])
+    store.end_commit(3)
+    other = store.other_side(extent)
+    write_other(store, other, 8)
+    assert read(store, extent) == [6] * 3 + [7] + [6] * (BLOCKS - 4)
+    store.turn(other)
+    assert read(store, extent) == [8] * BLOCKS
+
+
+def test_a_write_to_the_other_side_waits_for_the_commit_that_frees_it():
+    store = TwinStore(Disk(delay_s=0))
+    extent = store.allocate(BLOCKS * BLOCK, "x.hi")
+    write(store, extent, 0, 1, BLOCKS)
+    store.begin_commit([extent])
+    store.end_commit(1)
+    write(store, extent, 0, 2, BLOCKS)
+    store.begin_commit([extent])
+    other = store.other_side(extent)
+    thread = threading.Thread(target=write_other, args=(store, other, 3))
+    thread.start()
+    time.sleep(0.05)
+    assert thread.is_alive()
+    store.end_commit(2)
+    thread.join(10)
+    assert read(store, extent) == [2] * BLOCKS
+    store.turn(other)
+    assert read(store, extent) == [3] * BLOCKS
+
+
 def test_a_failed_commit_lets_nobody_wait_for_it():
     store = TwinStore(Disk(delay_s=0))
     extent = store.allocate(BLOCK, "x.hi")

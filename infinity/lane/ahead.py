@@ -1,0 +1,89 @@
+"""The pass that makes an update before step() has decided it: see [Note: two generations of a record]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from infinity import kernels
+from infinity.device.device import Device
+from infinity.lane.fetch import FetchTarget, UpdatePass
+from infinity.records.checksums import TileChecksums
+from infinity.records.next_fields import NextFields
+from infinity.records.updates import Update
+from infinity.storage.store import Transfer
+
+
+class AheadPass(UpdatePass):
+    """Read a record and write to other fields what updates would make of it. The record stays as it is, and
+    so does what is pending for it.
+    """
+
+    rewrites = False
+
+    def __init__(
+        self,
+        unit: FetchTarget,
+        device: Device,
+        tile_numel: int,
+        updates: Mapping[int, Update],
+        to: NextFields,
+    ) -> None:
+        """Prepare to make `updates`, one for every parameter of the unit."""
+        super().__init__(unit, device, tile_numel)
+        self.updates = dict(updates)
+        self._to = to
+        self._packed.write_to(to)
+        self._reads_memory = [self.record.memory(name) for name in self.record.fields]
+        """Where fields lie in host memory: the record may get other memory meanwhile, of the same values."""
+
+    def take_over(self) -> None:
+        """Nothing: its updates are its own."""
+
+    def hand_back(self) -> None:
+        """Nothing: they are pending nowhere."""
+
+    @property
+    def in_memory(self) -> bool:
+        """See Pass."""
+        return False
+
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """All tiles; no field goes to its target."""
+        ranges = super().tiles()
+        self.adopts = frozenset()
+        return ranges
+
+    def address(self, field: str, start: int) -> int | None:
+        """In the unit's memory, or in a slot: what lies in host memory keeps its values."""
+        return None if self.record.in_host(field) else self.own_address(field, start)
+
+    def is_stored(self, field: str) -> bool:
+        """All of it."""
+        return True
+
+    def checksums_of(
+        self, start: int, stop: int, addresses: dict[str, int], reads: Sequence[str], writes: Sequence[str]
+    ) -> TileChecksums:
+        """See Pass."""
+        return self._to.checksums(start, stop, addresses, reads, writes)
+
+    def write(
+        self, name: str, start: int, stop: int, address: int, owner: object, *, more: bool = False
+    ) -> Transfer:
+        """See Pass."""
+        if name in self.record.packed:
+            return self._packed.write(name, start, stop, address)
+        return self._to.write(name, start, stop, address, owner, more=more)
+
+    def done_processing(self) -> None:
+        """Let go of that memory as well."""
+        self._reads_memory = []
+        super().done_processing()
+
+    def _process(self, start: int, stop: int, addresses: dict[str, int]) -> None:
+        """Copy what lies in host memory, then apply the updates to all of it."""
+        for name, address in addresses.items():
+            if self.record.in_host(name) and self.record.written(name, start):
+                nbytes = self.record.tile_nbytes(name, stop - start)
+                kernels.copy(nbytes, address, self.record.host_address(name, start))
+        super()._process(start, stop, addresses)
