@@ -14,9 +14,9 @@ from torch import nn
 from infinity.engine.engine import Engine, engine_of_model
 from infinity.planning.bottleneck import Load, Speed
 from infinity.planning.forecast import EngineLimits, Moves, predict_step
-from infinity.planning.residence import Counts
 from infinity.planning.simulator import Rates
 from infinity.planning.trace import Phase
+from infinity.planning.use_counts import Counts
 from infinity.sizes import format_size
 from infinity.units.device_tier import lives_on_device
 from infinity.units.unit import Unit

@@ -561,10 +561,9 @@ class GradientStore:
             return spread_as(parameter, torch.zeros(shape, dtype=dtype, device=parameter.device))
         part = self._read(gradient) if gradient.form is Form.SPILLED else gradient.await_tensor()
         if self._peers is not None:
-            record = gradient.unit.record
-            if not record.holders.are_all:  # the other ranks know not whether it is a sum, in fp32
+            if not gradient.unit.record.holders.are_all:  # others know not whether it is a sum, in fp32
                 part = part.float()
-            part = self._peers.collect(record, gradient.index, part)
+            part = self._peers.collect(gradient.unit.record, gradient.index, part)
         scaled = part.float().mul(float(gradient.scale)).to(dtype)
         return spread_as(parameter, scaled.view(shape).to(parameter.device))
 

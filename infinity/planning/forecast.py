@@ -32,9 +32,10 @@ from infinity.planning.moments import NOW, Moment, all_of
 from infinity.planning.outline import Act
 from infinity.planning.plan import Plan
 from infinity.planning.queue import Job
-from infinity.planning.residence import Counts, Residence, Residency
+from infinity.planning.residence import Residence, Residency
 from infinity.planning.simulated_device import SimulatedDevice
 from infinity.planning.simulator import SERVERS, Clock, Rates, SimulatedLane, SimulatedPass
+from infinity.planning.use_counts import Counts
 
 TILES_MOST = 10_000
 """Tiles of a simulated step, about; see [Note: coarse tiles]."""
