@@ -109,7 +109,7 @@ def test_a_step_that_runs_otherwise_costs_a_miss_and_no_bit(folder):
         optimizer.zero_grad()
         skipped, model.model.layers = (
             model.model.layers,
-            model.model.layers[:2],
+            model.model.layers[:-1],
         )  # the last layer is left out for two steps
         losses += models.train(model, optimizer, 2, first=3)
         model.model.layers = skipped

@@ -87,3 +87,15 @@ def test_a_gradient_that_is_dropped_on_its_way_loses_no_part_of_the_share(unit):
     gradient.send(values(), lease(share))
     del gradient
     assert share.held_nbytes == 0
+
+
+def test_a_spilled_gradient_that_is_read_back_counts_as_kept_until_it_goes(unit):
+    share, kept = Ledger(100), Ledger(100)
+    gradient = Gradient(unit, 0, kept)
+    gradient.send(values(), lease(share))
+    given = gradient.spill("grad16")
+    given.end()
+    gradient.bring_back(values())
+    assert (gradient.form, kept.held_nbytes, share.held_nbytes) == (Form.HOST, 16, 0)
+    del gradient
+    assert kept.held_nbytes == 0

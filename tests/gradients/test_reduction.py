@@ -8,6 +8,7 @@ import torch
 from infinity.device.room import DeviceRoom
 from infinity.gradients import reduction as reductions
 from infinity.gradients.reduction import Reduction, _pack, _pack_on_device
+from infinity.gradients.store import GradientStore
 from infinity.lane.outgoing import OutgoingShare
 from infinity.planning.layout import Holders, lay_out
 from infinity.storage.memory import Ledger
@@ -26,8 +27,9 @@ class Unit:
         self.name, self.flat = name, torch.empty(0, dtype=torch.bfloat16)
         self.layout = lay_out([(f"{name}.{number}", (3000,)) for number in range(parameters)], ranks=2)
         self.parameters = [types.SimpleNamespace(grad=None) for _ in range(parameters)]
+        self.pending = {}
         self.record = types.SimpleNamespace(
-            shard=Holders(2).shard_of(self.layout, 0), holders=holders or Holders(2)
+            shard=Holders(2).shard_of(self.layout, 0), holders=holders or Holders(2), is_elsewhere=False
         )
 
 
@@ -125,6 +127,42 @@ def test_a_further_gradient_is_not_added_to_one_in_the_open_bucket():
     assert len(lane.queued) == 2
     ((_, added),) = means.added
     assert set(added.tolist()) == {12.0}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_sum_with_a_further_gradient_is_kept_where_the_first_one_was_to_be(keep):
+    reduction, _, _, _ = opened()
+    unit, kept = Unit("a"), []
+    gradient = reduction.arrive(unit, 0, torch.ones(3000, dtype=torch.bfloat16), keep=keep)
+    unit.parameters[0].grad = types.SimpleNamespace(gradient=gradient)
+    reduction.add(gradient, torch.ones(3000, dtype=torch.bfloat16))
+    into = types.SimpleNamespace(reduced=lambda *_, keep: kept.append(keep))
+    reduction.reduce([unit], into)
+    assert kept == [keep]
+
+
+def test_a_stored_gradient_of_a_unit_in_the_open_bucket_is_summed_before_a_further_one_comes():
+    _, lane, share, _ = opened()
+    device = types.SimpleNamespace(**vars(HOST), room_for_downloads=lambda _: None)
+    ranks = types.SimpleNamespace(size=2, least=lambda value, _: value)
+    peers = types.SimpleNamespace(ranks=ranks, reduces=lambda _: lane)
+    residency = types.SimpleNamespace(share_of_steps=lambda _: 1.0)
+    store = GradientStore(
+        *(lane, device, Ledger(1 << 20), None, share, residency, None, ranks, None, peers),
+        deferred=False,
+        bucket_nbytes=5 * UNIT,
+    )
+    store.open(types.SimpleNamespace(outgoing_nbytes=share.ledger.limit_nbytes), [])
+    unit, value = Unit("a"), 1 + 2**-7
+    gradient = store.arrive(unit, 0, torch.full((3000,), value, dtype=torch.bfloat16), keep=True)
+    unit.parameters[0].grad = types.SimpleNamespace(gradient=gradient)
+    store.reduce(unit, at_once=False)
+    assert lane.queued == []
+    store.add(gradient, torch.full((3000,), 8.0, dtype=torch.bfloat16))
+    store.settle_ranks([unit])
+    means = [torch.tensor(1.5 * one).bfloat16().float() for one in (value, 8.0)]
+    assert set(gradient.in_memory.tolist()) == {sum(means).item()}
+    assert means[0] != 1.5 * value, "rounded, as that of a unit that is summed by itself"
 
 
 @pytest.mark.parametrize("limits", [{"bucket": 0}, {"bucket": UNIT}, {"outgoing": 8 * UNIT}])

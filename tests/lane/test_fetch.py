@@ -1,6 +1,7 @@
 """The walk that fetches and updates, on a real lane. Faked: the disk. Trusted: the reference recipe."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from infinity.kernels import AdamWScalars, state_key
 from infinity.lane.fetch import FetchAndUpdatePass, FetchPass, UpdatePass
 from infinity.lane.lane import StreamLane
 from infinity.lane.passes import ReadPass, SpillPart, SpillPass, WritePass
-from infinity.planning.layout import RecordSchema, lay_out
+from infinity.planning.layout import RecordSchema, lay_out, shard_of
 from infinity.records.record import Record, Traffic
-from infinity.records.updates import Update
+from infinity.records.updates import PendingUpdates, Update
 from infinity.reference import ReferenceAdamW
 from infinity.reference import recipe as reference
 from infinity.reference.moments import widened
@@ -285,6 +286,47 @@ def test_steps_that_were_missed_are_made_up_for_in_order(made, schema):
     setup.fetch()
     setup.assert_same_weights()
     setup.assert_same_record()
+
+
+def test_weights_beside_those_that_an_update_of_their_tile_derives_anew_stay_what_they_were(made):
+    setup, numel = made(), TILE // 2
+    shard = lay_out([(name, (numel,)) for name in "ab"], numel)
+    record = Record(shard, TILE, Traffic(), schema=RecordSchema("fp32", "fp16"), name="layers.3")
+    for field in record.schema.fields:
+        record.add(field, FakeDisk())
+    masters = torch.randn(2, numel)
+    setup.run(WritePass(record, TILE, {index: {"master": one} for index, one in enumerate(masters)}))
+    update = Update(AdamWScalars(0.1, 0.9, 0.99, 1e-8, 0.1, 1), torch.randn(numel).half(), None)
+    target = SimpleNamespace(record=record, base=0, flat=None, pending=PendingUpdates({0: update}))
+    setup.run(UpdatePass(target, setup.device, TILE))
+    for index, changes in ((0, True), (1, False)):
+        found = {"hi": torch.empty(numel, dtype=torch.float16), "master": torch.empty(numel)}
+        setup.run(ReadPass(record, index, TILE, found))
+        assert torch.equal(found["hi"], found["master"].half())
+        assert torch.equal(found["master"], masters[index]) != changes
+
+
+@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
+def test_random_bits_that_round_a_ranks_part_are_those_of_its_place_in_the_parameter(made, state_dtype):
+    setup = made()
+    master, gradient = torch.randn(2 * TILE), torch.randn(2 * TILE).bfloat16()
+    scalars = AdamWScalars(0.1, 0.9, 0.99, 1e-8, 0.1, 1)
+    whole = lay_out([("p", (2 * TILE,))], TILE, ranks=2)
+    found = []
+    for shard in (whole, *(shard_of(whole, rank, 2) for rank in range(2))):
+        record = Record(shard, TILE, Traffic(), schema=RecordSchema(state_dtype), name="layers.3")
+        for field in record.schema.fields:
+            record.add(field, FakeDisk())
+        (part,) = shard.segments
+        its = slice(part.first, part.first + part.numel)
+        setup.run(WritePass(record, TILE, {0: {"master": master[its].clone()}}))
+        update = Update(scalars, gradient[its].clone(), None, state_key(0, 0, 1))
+        target = SimpleNamespace(record=record, base=0, flat=None, pending=PendingUpdates({0: update}))
+        setup.run(UpdatePass(target, setup.device, TILE))
+        found.append({name: torch.empty(part.numel) for name in ("master", "m", "v")})
+        setup.run(ReadPass(record, 0, TILE, found[-1]))
+    for name, values in found[0].items():
+        assert torch.equal(values, torch.cat([one[name] for one in found[1:]])), name
 
 
 def test_an_update_knows_how_many_steps_it_missed():

@@ -118,6 +118,14 @@ def test_room_is_held_back_by_what_uses_hide_and_not_by_their_number():
     assert [read_nbytes(plan, trace, sizes, 20) for plan in (by_count, by_bytes)] == [32, 42]
 
 
+def test_no_more_room_is_held_back_for_a_read_than_is_left_for_it():
+    # 3 is read while 2 is used, and while 1 is, as far as time goes; but beside 2 there is no room for it.
+    trace, sizes, hides = forward(0, 1, 2, 3, 0), [1, 2, 3, 3], [0, 4, 1, 3]
+    assert lines(trace, sizes, 5, hides=hides) == [
+        *("open fetch 0 1", "F0 keep", "F1 fetch 2", "F2 fetch 3", "F3", "F0"),
+    ]
+
+
 def test_what_fits_since_its_use_before_stays_and_is_not_fetched_by_that_use():
     # The room that was held back for reads turns out not to be needed where they begin earlier.
     trace, sizes, hides = forward(3, 1, 2, 4, 0, 3), [1, 8, 2, 1, 9], [10, 2, 2, 1, 5]

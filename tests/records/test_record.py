@@ -336,6 +336,16 @@ def test_a_field_that_moves_down_lies_where_its_tiles_were_written(seed):
     assert bytes(view(found.address, 2 * TILE)) == bytes(view(memory.address, 2 * TILE))
 
 
+def test_a_field_that_comes_to_host_memory_is_to_be_written_to_its_home_again():
+    record, store = record_of(TILE), host()
+    record.add("hi", FakeDisk())
+    record.move("hi", store.allocate(record.field_nbytes("hi"), "hi"), array("Q", [1]))
+    assert record.changed_in_host == {"hi"}, "what a commit has written before is older"
+    record.changed_in_host.clear()
+    record.move("hi", FakeDisk().allocate(record.field_nbytes("hi"), "hi"), array("Q", [1]))
+    assert record.changed_in_host == set()
+
+
 def test_memory_that_is_left_keeps_its_values_and_the_field_goes_on_with_the_same_ones():
     record, store = record_of(TILE), host()
     record.add("hi", store)

@@ -193,6 +193,21 @@ def test_a_place_that_was_given_back_serves_again_without_touching_what_is_named
     assert (len(disk.data), committed(disk, place, runs), read(store, again, 1)) == (nbytes, [7], [8])
 
 
+def test_what_an_earlier_process_has_committed_stays_until_a_later_commit():
+    disk = Disk(delay_s=0)
+    nbytes = 4 * BLOCK
+    sides = [disk.allocate(nbytes, "x.hi") for _ in range(2)]
+    disk.data[:] = bytes([1]) * nbytes + bytes([2]) * nbytes
+    store, runs = TwinStore(disk), ((BLOCK, 1), (nbytes, 0))
+    place = [disk.describe(side) for side in sides]
+    extent = store.take_over(nbytes, sides, runs)
+    assert read(store, extent, 4) == [2, 1, 1, 1]
+    for value in (3, 4):
+        write(store, extent, 0, value, 2)
+        assert committed(disk, place, runs) == [2, 1, 1, 1]
+    assert read(store, extent, 4) == [4, 4, 1, 1]
+
+
 def test_what_will_be_replaced_takes_one_side_only_and_gives_it_back():
     disk = Disk(delay_s=0)
     store = TwinStore(disk, lazy=True)
