@@ -6,11 +6,13 @@ A commit has all of a step, but the number of steps that the Trainer counts by, 
 alone, where it does not look for weights. From there it counts, logs and draws its batches. TrainerCallback
 restores the commit when the training begins: behind accelerate's prepare, which would read all moments.
 The Trainer then skips batches, for which it makes an iterator, and that draws from the generators. Where it
-would read a checkpoint's generators behind that, it is given those of the commit.
+would read a checkpoint's generators behind that, it is given those of the commit. An evaluation draws, too,
+after the step: where no forward followed, they are those that were tracked with the position.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +32,7 @@ from infinity.storage.manifest import CheckpointError
 from infinity.units.tracking import Stateful
 
 _POSITION = "position"
+_DRAWN = "generators"
 _BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
 
 
@@ -47,6 +50,7 @@ def train_durably(trainer: transformers.Trainer) -> Any:
     Raises: ConfigError for a model without `durable`; what infinity.resume and `train` raise.
     """
     model, args = cast("Any", trainer.model), trainer.args
+    _check_begun(durable_of(model))
     done = steps_done(durable_of(model))
     if not done:
         output = trainer.train()
@@ -84,13 +88,7 @@ def begin(
     """
     durable = durable_of(model)
     done = steps_done(durable)
-    if durable.found and _POSITION not in durable.found[0].said.get("tracked", {}):
-        raise CheckpointError(
-            f"the run in {durable.folders[0].path}, committed at step {done}, was not begun by a Trainer, but by "
-            "a loop of its own (until it ran by the Trainer, infinity train had one), and does not say how far "
-            "its data was read. Nothing was changed: go on with the program, and the version of Infinity, that "
-            "began it, or begin a run in another folder."
-        )
+    _check_begun(durable)
     if durable.found and done != state.global_step:
         raise ConfigError(
             f"{durable.folders[0].path} holds a run committed at step {done}, and the Trainer begins at step "
@@ -103,6 +101,17 @@ def begin(
     resume(model, optimizer)
 
 
+def _check_begun(durable: Durable) -> None:
+    """Raises: CheckpointError for a run that no Trainer has begun."""
+    if durable.found and _POSITION not in durable.found[0].said.get("tracked", {}):
+        raise CheckpointError(
+            f"the run in {durable.folders[0].path}, committed at step {durable.found[0].step}, was not begun "
+            "by a Trainer, but by a loop of its own (until it ran by the Trainer, infinity train had one), and "
+            "does not say how far its data was read. Nothing was changed: go on with the program, and the "
+            "version of Infinity, that began it, or begin a run in another folder."
+        )
+
+
 class _Position:
     """The step that a Trainer has come to, and its best one before, as a tracked object."""
 
@@ -111,8 +120,9 @@ class _Position:
         self._state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps, and which of them evaluated best."""
-        return {name: getattr(self._state, name) for name in ("global_step", *_BEST)}
+        """Return the number of steps, which of them evaluated best, and the generators."""
+        said = {name: getattr(self._state, name) for name in ("global_step", *_BEST)}
+        return said | {_DRAWN: json.dumps(generators.capture())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Compare the number, since the Trainer knows it; set the rest.
@@ -120,14 +130,18 @@ class _Position:
         Raises: CheckpointError.
         """
         if state_dict["global_step"] != self._state.global_step:
-            raise CheckpointError(f"the commit is of {state_dict}, the Trainer's state {self.state_dict()}")
+            raise CheckpointError(
+                f"the commit is of step {state_dict['global_step']}, the Trainer's state of step "
+                f"{self._state.global_step}"
+            )
         for name in _BEST:
             setattr(self._state, name, state_dict[name])
 
 
 def _go_on(trainer: Any, done: int) -> Any:
     """Train from step `done` on; see [Note: how a Trainer goes on]."""
-    args, drawn = trainer.args, durable_of(trainer.model).found[0].said["rng"]
+    args, said = trainer.args, durable_of(trainer.model).found[0].said
+    drawn = said["rng"] if said["rng_forward"] else json.loads(said["tracked"][_POSITION][_DRAWN])
     exported = [*trainer.callback_handler.callbacks, trainer.control]
     state: Any = transformers.TrainerState(
         global_step=done,

@@ -72,11 +72,10 @@ def test_a_training_that_an_error_ended_goes_on_with_the_bits_of_one_that_never_
     assert all(torch.equal(one, states[1][name]) for name, one in states[0].items())
 
 
-def test_a_run_goes_on_behind_its_end_with_the_draws_of_dropout_and_with_checkpoints_and_the_best_of_all(
-    folder,
-):
+def test_a_run_goes_on_behind_its_end_with_draws_checkpoints_and_the_best_step(folder):
     options = {"model": "gpt2-dropout", "lr_scheduler_type": "constant", "load_best_model_at_end": True}
     options |= {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 2, "eval_steps": 2}
+    options["metric_for_best_model"] = "loss"
     whole = trainer_of(folder / "whole", max_steps=6, **options)
     train_durably(whole)
     short = trainer_of(folder / "parts", max_steps=4, **options | {"load_best_model_at_end": False})
