@@ -134,9 +134,7 @@ def _train(
 
     with _told_before_a_step(console, check):
         model, optimizer = build(settings, task, folder)
-        counts = dict.fromkeys((True, False), 0)
-        for parameter in model.parameters():
-            counts[parameter.requires_grad] += parameter.numel()
+        counts = _counts(model)
         schema = RecordSchema(settings.state_dtype, settings.dtype)
         run = Run(
             task.name,
@@ -193,6 +191,14 @@ def _train(
             with contextlib.suppress(InfinityError, OSError):  # the step has raised the cause
                 engine_of_model(model).close()
         _conclude(console, settings, task, run, folder, recording)
+
+
+def _counts(model: nn.Module) -> dict[bool, int]:
+    """Return the number of parameters that are trained, and of those that are not."""
+    counts = dict.fromkeys((True, False), 0)
+    for parameter in model.parameters():
+        counts[parameter.requires_grad] += parameter.numel()
+    return counts
 
 
 def _folders(settings: TrainSettings, folder: Path) -> list[str]:

@@ -106,9 +106,9 @@ def _check_begun(durable: Durable) -> None:
     if durable.found and _POSITION not in durable.found[0].said.get("tracked", {}):
         raise CheckpointError(
             f"the run in {durable.folders[0].path}, committed at step {durable.found[0].step}, was not begun "
-            "by a Trainer, but by a loop of its own (until it ran by the Trainer, infinity train had one), and "
-            "does not say how far its data was read. Nothing was changed: go on with the program, and the "
-            "version of Infinity, that began it, or begin a run in another folder."
+            "by a Trainer, but by a loop of its own (until it ran by the Trainer, infinity train had one), "
+            "and does not say how far its data was read. Nothing was changed: go on with the program, and "
+            "the version of Infinity, that began it, or begin a run in another folder."
         )
 
 
@@ -142,7 +142,7 @@ def _go_on(trainer: Any, done: int) -> Any:
     """Train from step `done` on; see [Note: how a Trainer goes on]."""
     args, said = trainer.args, durable_of(trainer.model).found[0].said
     drawn = said["rng"] if said["rng_forward"] else json.loads(said["tracked"][_POSITION][_DRAWN])
-    exported = [*trainer.callback_handler.callbacks, trainer.control]
+    exported: list[Any] = [*trainer.callback_handler.callbacks, trainer.control]
     state: Any = transformers.TrainerState(
         global_step=done,
         train_batch_size=args.train_batch_size,
