@@ -134,17 +134,8 @@ def _train(
 
     with _told_before_a_step(console, check):
         model, optimizer = build(settings, task, folder)
-        counts = _counts(model)
         schema = RecordSchema(settings.state_dtype, settings.dtype)
-        run = Run(
-            task.name,
-            counts[True],
-            state_nbytes(schema),
-            frozen=counts[False],
-            frozen_nbytes=state_nbytes(schema, ("hi", "lo")),
-            baseline_nbytes=meter.baseline_nbytes,
-            counts_io=meter.counts_io,
-        )
+        run = _run_of(model, task, schema, meter)
         log, begun = StepLog(folder / LOG, settings.log_every), None
     try:
         complete = _is_complete(settings, model)
@@ -152,7 +143,7 @@ def _train(
             run.begin(stats(model), disk_speed(_folders(settings, folder), settings.aio))
             recording.start(engine_of_model(model))
         if settings.save is not None and not complete:
-            of_weights = 4 * counts[True] if settings.lora else schema.width * (counts[True] + counts[False])
+            of_weights = 4 * run.parameters if settings.lora else schema.width * run.all_parameters
             check_room(settings.save, of_weights)
         _introduce(console, settings, run, task, folder)
         if settings.resume:
@@ -193,12 +184,20 @@ def _train(
         _conclude(console, settings, task, run, folder, recording)
 
 
-def _counts(model: nn.Module) -> dict[bool, int]:
-    """Return the number of parameters that are trained, and of those that are not."""
+def _run_of(model: nn.Module, task: Task, schema: RecordSchema, meter: Meter) -> Run:
+    """Return a run of no steps yet."""
     counts = dict.fromkeys((True, False), 0)
     for parameter in model.parameters():
         counts[parameter.requires_grad] += parameter.numel()
-    return counts
+    return Run(
+        task.name,
+        counts[True],
+        state_nbytes(schema),
+        frozen=counts[False],
+        frozen_nbytes=state_nbytes(schema, ("hi", "lo")),
+        baseline_nbytes=meter.baseline_nbytes,
+        counts_io=meter.counts_io,
+    )
 
 
 def _folders(settings: TrainSettings, folder: Path) -> list[str]:

@@ -134,8 +134,7 @@ class _Position:
                 f"the commit is of step {state_dict['global_step']}, the Trainer's state of step "
                 f"{self._state.global_step}"
             )
-        for name in _BEST:
-            setattr(self._state, name, state_dict[name])
+        vars(self._state).update({name: state_dict[name] for name in _BEST})
 
 
 def _go_on(trainer: Any, done: int) -> Any:
@@ -146,7 +145,7 @@ def _go_on(trainer: Any, done: int) -> Any:
     state: Any = transformers.TrainerState(
         global_step=done,
         train_batch_size=args.train_batch_size,
-        stateful_callbacks=[one for one in exported if isinstance(one, ExportableState)],
+        stateful_callbacks=cast("Any", [one for one in exported if isinstance(one, ExportableState)]),
     )
     state.compute_steps(args, args.max_steps)
     with tempfile.TemporaryDirectory(prefix="infinity-") as folder:
