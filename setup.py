@@ -85,10 +85,13 @@ def build(name: str, into: Path) -> None:
 def page(remote: str) -> str | None:
     """Turn a git remote's address into its page's, by https; None for a path or a host that is not public."""
     short = re.fullmatch(r"(?:[^@/]+@)?([\w.-]+):(?!/)(.+)", remote)  # git@host:path
-    address = urlsplit(f"ssh://{short[1]}/{short[2]}" if short else remote)
+    try:
+        address = urlsplit(f"ssh://{short[1]}/{short[2]}" if short else remote)
+    except ValueError:
+        return None
     host, path = address.hostname or "", address.path.strip("/").removesuffix(".git")
     public = re.fullmatch(r"([\w-]+\.)+[a-z][\w-]*[a-z]", host)  # a name with a dot, no number
-    if address.scheme not in {"http", "https", "ssh"} or not public or not path:
+    if address.scheme not in {"http", "https", "ssh"} or not public or not path or "@" in path:
         return None
     return f"https://{host}/{path}"  # without a user, a password or a port of ssh
 

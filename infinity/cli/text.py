@@ -24,6 +24,8 @@ from infinity.errors import InfinityError
 _LOOK_NBYTES = 4096
 _DRAWN = 4096
 """Places that are drawn at once."""
+_APART = 0x9E3779B97F4A7C15
+"""From the seed of one draw to that of the next: no small one, so that seeds beside each other share none."""
 _NOT_TEXT = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
 
 
@@ -114,7 +116,7 @@ class Windows(Dataset[dict[str, Tensor]]):
         """Return where a window begins; places are drawn in blocks, of which one is kept."""
         block, within = divmod(number, _DRAWN)
         if self._starts[0] != block:
-            generator = torch.Generator().manual_seed(self._seed + block)
+            generator = torch.Generator().manual_seed((self._seed + block * _APART) % 2**64)
             last = self._text.nbytes - self._sequence
             drawn = torch.randint(last + 1, (_DRAWN,), generator=generator, device="cpu")
             self._starts = block, drawn.tolist()

@@ -64,7 +64,7 @@ def train(settings: TrainSettings, console: Console) -> None:
         raise ConfigError("--plain trains in one process: start without torchrun, or without --plain.")
     recording = Recording(None, None) if rank else Recording(settings.timeline, settings.report)
     with interruptible() as check:
-        with contextlib.nullcontext() if rank else _told_before_a_step(console):
+        with contextlib.nullcontext() if rank else _told_before_a_step(console, check):
             task = task_of(settings, ranks)
             opened = [] if rank else boards(settings)
             from transformers import LlamaForCausalLM  # noqa: F401 (its imports' memory is not training's)
@@ -132,37 +132,30 @@ def _train(
     """Build and train, and report the run, however it ends. opened: callbacks of boards."""
     from infinity.cli.trainer import Watch, run_trainer
 
-    with _told_before_a_step(console):
+    with _told_before_a_step(console, check):
         model, optimizer = build(settings, task, folder)
-    counts = dict.fromkeys((True, False), 0)
-    for parameter in model.parameters():
-        counts[parameter.requires_grad] += parameter.numel()
-    schema = RecordSchema(settings.state_dtype, settings.dtype)
-    run = Run(
-        task.name,
-        counts[True],
-        state_nbytes(schema),
-        frozen=counts[False],
-        frozen_nbytes=state_nbytes(schema, ("hi", "lo")),
-        baseline_nbytes=meter.baseline_nbytes,
-        counts_io=meter.counts_io,
-    )
-    log, begun = StepLog(folder / LOG, settings.log_every), 0
+        schema = RecordSchema(settings.state_dtype, settings.dtype)
+        run = _run_of(model, task, schema, meter)
+        log, begun = StepLog(folder / LOG, settings.log_every), None
     try:
         complete = _is_complete(settings, model)
         if not settings.plain:
             run.begin(stats(model), disk_speed(_folders(settings, folder), settings.aio))
             recording.start(engine_of_model(model))
         if settings.save is not None and not complete:
-            of_weights = 4 * counts[True] if settings.lora else schema.width * (counts[True] + counts[False])
+            of_weights = 4 * run.parameters if settings.lora else schema.width * run.all_parameters
             check_room(settings.save, of_weights)
         _introduce(console, settings, run, task, folder)
         if settings.resume:
             said = _start_of(model, settings.steps)
             console.print(said, markup=False, highlight=False, soft_wrap=True)
-            begun = _done(model)
+            begun = _done(model) or None
         budget = None if run.before is None else run.before.budget_nbytes
-        with closing(Progress(settings.steps, budget, meter.baseline_nbytes, begun)) as progress:
+        with closing(Progress(settings.steps, budget, meter.baseline_nbytes, begun or 0)) as progress:
+
+            def begin(done: int) -> None:
+                nonlocal begun
+                begun = done
 
             def show(step: StepReport) -> None:
                 run.steps.append(step)
@@ -172,7 +165,7 @@ def _train(
                 check()
                 _check_finite(step)
 
-            watch = Watch(meter, recording, show, opened)
+            watch = Watch(meter, recording, show, begin, opened)
             run_trainer(settings, task, model, optimizer, folder, watch)
         if not settings.plain:
             run.hear(_figures(engine_of_model(model), run, meter))
@@ -189,6 +182,22 @@ def _train(
             with contextlib.suppress(InfinityError, OSError):  # the step has raised the cause
                 engine_of_model(model).close()
         _conclude(console, settings, task, run, folder, recording)
+
+
+def _run_of(model: nn.Module, task: Task, schema: RecordSchema, meter: Meter) -> Run:
+    """Return a run of no steps yet."""
+    counts = dict.fromkeys((True, False), 0)
+    for parameter in model.parameters():
+        counts[parameter.requires_grad] += parameter.numel()
+    return Run(
+        task.name,
+        counts[True],
+        state_nbytes(schema),
+        frozen=counts[False],
+        frozen_nbytes=state_nbytes(schema, ("hi", "lo")),
+        baseline_nbytes=meter.baseline_nbytes,
+        counts_io=meter.counts_io,
+    )
 
 
 def _folders(settings: TrainSettings, folder: Path) -> list[str]:
@@ -307,19 +316,29 @@ def _is_complete(settings: TrainSettings, model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _told_before_a_step(console: Console) -> Iterator[None]:
+def _told_before_a_step(console: Console, check: Callable[[], None]) -> Iterator[None]:
     """Say of a signal that came before there was anything to report."""
     try:
-        yield
+        try:
+            yield
+        except Exception:
+            check()  # imports make errors of their own of a signal that comes within them
+            raise
     except Interrupted:
-        console.print("stopped by a signal before a step began", markup=False, highlight=False)
+        console.print(_BEFORE, markup=False, highlight=False)
         raise
 
 
-def _stopped(settings: TrainSettings, run: Run, begun: int) -> str:
-    """Say what an interrupted run has done, after the step `begun`, what it has not, and how to go on."""
+_BEFORE = "stopped by a signal before a step began"
+
+
+def _stopped(settings: TrainSettings, run: Run, begun: int | None) -> str:
+    """Say what an interrupted run has done, what it has not, and how to go on.
+
+    begun: the number of steps that were done as the last one began, if one did.
+    """
     last = run.steps[-1].step if run.steps else begun
-    lines = [f"stopped by a signal after step {last} of {settings.steps}"]
+    lines = [_BEFORE if last is None else f"stopped by a signal after step {last} of {settings.steps}"]
     if settings.save is not None:
         lines.append(f"not saved: {settings.save} is written after the last step")
     if settings.durable:

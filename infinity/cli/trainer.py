@@ -50,6 +50,8 @@ class Watch:
     recording: Recording
     show: Callable[[StepReport], None]
     """Is given each step's report; what it raises ends the training."""
+    begin: Callable[[int], None] = lambda _: None
+    """Is called as each step begins, with the number of those that are done."""
     boards: Sequence[Any] = ()
     """Callbacks for what is logged."""
 
@@ -223,7 +225,7 @@ class Steps(transformers.TrainerCallback):
     ) -> None:
         """Report the steps of `model` to `watch`."""
         self.recording = watch.recording
-        self._model, self._meter, self._show = model, watch.meter, watch.show
+        self._model, self._meter, self._show, self._begins = model, watch.meter, watch.show, watch.begin
         self._plain, self._last = settings.plain, settings.steps
         self._ranks = ALONE if settings.plain else engine_of_model(model).ranks
         self._phase = contextlib.ExitStack()
@@ -240,6 +242,10 @@ class Steps(transformers.TrainerCallback):
         """Begin the first step."""
         self._begin()
         self._mark()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say that a step begins."""
+        self._begins(state.global_step)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin the phase of the optimizer's step."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +137,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
                 f"AdamW has max_norm={optimizer.max_norm}, TrainingArguments max_grad_norm="
                 f"{args.max_grad_norm}; leave max_norm out, or set max_grad_norm=0"
             )
-        if args.max_grad_norm <= 0:
-            _leave_norms_out(optimizer)
+        _leave_norms_out(optimizer)
         restored = _begin_durably(kwargs["optimizer"], kwargs["lr_scheduler"], model, state)
         if state.global_step > 0 and not restored:
             self._resume(model, optimizer, args, state)
@@ -278,12 +277,29 @@ def _begin_durably(optimizer: Any, scheduler: Any, model: nn.Module, state: Any)
 
 def _leave_norms_out(optimizer: OffloadedOptimizer) -> None:
     """Keep the Trainer, which since transformers 5 asks for a norm also where it clips nothing, from doing so
-    where there is none, or the optimizer knows it.
+    where there is none, or the optimizer knows it. Outside of this training, also after an error in it, the
+    Accelerator clips as ever.
     """
     trainer = running_trainer()
-    if trainer is not None and (optimizer.update == "backward" or optimizer.max_norm is not None):
-        accelerator: Any = trainer.accelerator
-        accelerator.clip_grad_norm_ = lambda *_, **__: None
+    if trainer is None:
+        return
+    accelerator: Any = trainer.accelerator
+    if isinstance(accelerator.__dict__.get("clip_grad_norm_"), _NoNorm):
+        accelerator.clip_grad_norm_ = accelerator.clip_grad_norm_.usual  # of an earlier training
+    if optimizer.update == "backward" or optimizer.max_norm is not None:
+        accelerator.clip_grad_norm_ = _NoNorm(accelerator.clip_grad_norm_)
+
+
+class _NoNorm:
+    """An Accelerator's clip_grad_norm_, which a Trainer that trains is told nothing by."""
+
+    def __init__(self, usual: Callable[..., Any]) -> None:
+        """usual: what is called elsewhere."""
+        self.usual = usual
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do nothing, or what is usual."""
+        return self.usual(*args, **kwargs) if running_trainer() is None else None
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

@@ -77,6 +77,8 @@ def test_a_window_depends_on_its_number_alone_so_that_a_longer_run_begins_alike(
     assert len({tuple(long[one]["input_ids"].tolist()) for one in (*numbers, 8192)}) == 5
     with pytest.raises(IndexError):
         short[5000]
+    beside = Windows(text, sequence=8, seed=2, count=1)
+    assert beside[0]["labels"].tolist() != long[4096]["labels"].tolist(), "seeds share no draw"
 
 
 def test_a_batch_is_token_ids_found_in_the_text(tmp_path):

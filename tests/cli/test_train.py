@@ -336,6 +336,29 @@ def test_a_signal_while_the_model_is_built_is_told_too(folder, monkeypatch, caps
     assert "stopped by a signal before a step began" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("at", ["check_room", "an import"])
+def test_a_signal_between_the_imports_and_the_first_step_is_told_as_one_before_it(
+    folder, monkeypatch, capsys, at
+):
+    monkeypatch.setitem(PRESETS, "1m", SMALL)
+
+    def stop(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def swallowed(*_):
+        try:
+            stop()
+        except Interrupted as error:
+            raise ImportError("could not import") from error
+
+    monkeypatch.setattr(module, *(("check_room", stop) if at == "check_room" else ("task_of", swallowed)))
+    options = ["--save", str(folder / "saved")]
+    assert cli.main(["train", *command(folder, "out", *options)[4:]]) == 128 + signal.SIGTERM
+    said = capsys.readouterr().out
+    assert "stopped by a signal before a step began" in said
+    assert "after step" not in said
+
+
 def test_an_interruption_is_no_error_that_except_exception_would_catch():
     assert not issubclass(Interrupted, Exception)
 

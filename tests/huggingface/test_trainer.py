@@ -478,3 +478,7 @@ def test_where_the_trainer_clips_nothing_the_optimizer_clips_or_updates_in_the_b
     assert [row[0] for row in trained[1]] == [row[0] for row in trained[0]]
     norms = [None] * 3 if "update" in how else pytest.approx([row[1] for row in trained[0]], rel=1e-6)
     assert [row[1] for row in trained[1]] == norms
+    one = torch.nn.Parameter(torch.zeros(4))
+    one.grad = torch.ones(4)
+    assert float(trainer.accelerator.clip_grad_norm_([one], 1.0)) == 2, "elsewhere, it clips as ever"
+    assert one.grad.norm() == pytest.approx(1)

@@ -325,6 +325,8 @@ def test_a_folder_without_network_is_set_up_up_to_the_device(tmp_path):
         ("https://127.0.0.1:8080/infinity", None),
         ("git@server:infinity.git", None),
         ("https://example.org/", None),
+        ("https://user.name:1/secret@example.org/infinity", None),
+        ("https://[example.org/infinity", None),
         ("", None),
     ],
 )
