@@ -57,7 +57,7 @@ from infinity.storage.manifest import (
     readable,
 )
 from infinity.storage.safetensors_file import TensorReader
-from infinity.tensors import as_bytes, empty, local, name_of_dtype
+from infinity.tensors import as_bytes, empty, is_distributed, local, name_of_dtype
 from infinity.units.tracking import Stateful
 from infinity.units.unit import Unit
 
@@ -89,10 +89,9 @@ def save(
 
     Raises: FileExistsError for a folder that may not be replaced, after everything was saved in a new one
     beside it (FOLDER-2, ...; the error's filename2), so that no training is lost; StorageFullError with the
-    sizes; CheckpointError naming a value that is not plain; ValueError for a model that was not built in
-    Init; ConfigError if the ranks do not share the folder, or stages do; RanksError if another rank failed,
-    with its
-    reason.
+    sizes; CheckpointError naming a value that is not plain, and UnsupportedError one that is a DTensor;
+    ValueError for a model that was not built in Init; ConfigError if the ranks do not share the folder, or
+    stages do; RanksError if another rank failed, with its reason.
     """
     inventory = Inventory(model, optimizer)
     ranks = inventory.ranks
@@ -105,6 +104,11 @@ def save(
     def keep(value: Any, what: str) -> str | None:
         if not isinstance(value, torch.Tensor):
             return None
+        if is_distributed(value):
+            raise UnsupportedError(
+                f"{what} is a DTensor: each rank's own tensors are saved here. Give value.full_tensor(), or "
+                "value.to_local()"
+            )
         name_of_dtype(value, what)
         key = f"{of_rank}{len(kept)}"
         kept[key] = value.detach()

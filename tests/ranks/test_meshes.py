@@ -102,6 +102,9 @@ def test_what_no_mesh_can_have_is_refused_by_name_on_all_ranks(answers, launch, 
         assert one["without"].startswith("ConfigError: Init(data='dp') goes with mesh=")
         assert one["both"].startswith("ConfigError: Init(data='dp') goes with mesh=")
         assert "whose dimensions have names" in one["unnamed"]
+        assert one["descending"].startswith("ConfigError: the mesh of ranks [[")
+        assert "does not ascend along dimension 'tp'" in one["descending"]
+        assert "Holder.part0 is a DTensor: the mesh of ranks [" in one["on descending"]
         assert one["pipeline"].startswith("ConfigError: mesh and pipeline_group have ranks [")
         assert "Muon needs the whole matrix" in one["muon"]
 
@@ -166,6 +169,8 @@ def test_a_checkpoint_that_cannot_be_loaded_or_saved_is_refused_on_all_ranks_ali
     assert f"{one['folder']}/manifest.json: the manifest cannot be read" in one["cut manifest"]
     assert not one["changed"]
     assert "state_dtype='int8' keeps moments in blocks of 256 elements of that part" in one["int8"]
+    assert one["int8 of one element"].startswith("UnsupportedError: 0.weight is a DTensor")
+    assert one["given"].startswith("UnsupportedError: extra['mine'] is a DTensor")
     assert one["adapters"].startswith("UnsupportedError: files of adapters: the model is on a mesh")
     assert one["deepspeed"].startswith("UnsupportedError: a checkpoint of DeepSpeed: the model is on a mesh")
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import infinity
 from infinity.checkpoint.deepspeed_files import load_deepspeed
@@ -245,6 +245,23 @@ def saved_in_int8(one, folder):
     infinity.save(model, optimizer, f"{folder}-int8")
 
 
+def one_element_in_int8(one, folder):
+    """Save a weight of which one rank has all, and the others have nothing."""
+    with infinity.Init(
+        mesh=one.place.mesh, data="dp", nvme=one.place.folder, **one.settings, state_dtype="int8"
+    ) as init:
+        model = torch.nn.Sequential(torch.nn.LayerNorm(1, bias=False))
+        whole = distribute_tensor(model[0].weight.detach(), one.place.tensor, [Shard(0)])
+        model[0].weight = torch.nn.Parameter(whole)
+        init.take_in(model)
+    infinity.save(model, infinity.AdamW(model.parameters()), f"{folder}-int8")
+
+
+def given_distributed(one, model, folder):
+    mine = distribute_tensor(torch.ones(4), one.place.tensor, [Shard(0)])
+    infinity.save(model, None, f"{folder}-given", extra={"mine": mine})
+
+
 def exported(place, mesh_run):
     """Export a model that transformers has divided, from its mesh, and loaded on ranks that have it whole;
     return the files that differ.
@@ -291,6 +308,8 @@ def refusals(one, model, optimizer, folder):
         infinity.load(changed, None, folder)
 
     answer = {
+        "int8 of one element": error_of(lambda: one_element_in_int8(one, folder)),
+        "given": error_of(lambda: given_distributed(one, model, folder)),
         "int8": error_of(lambda: saved_in_int8(one, folder)),
         "adapters": error_of(lambda: save_adapters(model, folder, "hi")),
         "deepspeed": error_of(lambda: load_deepspeed(model, None, folder)),
