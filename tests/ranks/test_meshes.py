@@ -190,7 +190,18 @@ def test_checkpoints_of_torch_have_the_whole_model(answers, launch, case):
 @pytest.mark.parametrize(("launch", "case"), of("exported"))
 def test_a_model_that_transformers_divides_is_exported_as_by_ranks_that_have_it_whole(answers, launch, case):
     for one in answers(launch, case):
-        assert one == {"different": [], "names": True}
+        assert (one["different"], one["names"]) == ([], True)
+
+
+@pytest.mark.parametrize(("launch", "case"), of("exported"))
+def test_an_export_that_one_rank_cannot_read_for_fails_at_once_on_all_with_its_reason(answers, launch, case):
+    said = [one["one rank"] for one in answers(launch, case)]
+    assert [left for _, left in said] == [False] * len(said)
+    assert said[0][0].startswith(
+        "RanksError: rank 0 of 2: reading model.layers.0.mlp.experts.gate_up_proj fail"
+    )
+    assert "rank 1: OSError: the disk of one rank" in said[0][0]
+    assert said[1][0] == "OSError: the disk of one rank"
 
 
 @pytest.mark.parametrize(("launch", "case"), of("loaded from dcp"))

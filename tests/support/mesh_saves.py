@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import infinity
 from infinity.checkpoint.deepspeed_files import load_deepspeed
 from infinity.checkpoint.peft import save_adapters
-from infinity.engine.engine import engine_of
+from infinity.engine.engine import engine_of, engine_of_model
 from infinity.tensors import as_bytes, local
 from mesh_edits import error_of
+from models import MODELS
 
 
 def whole(tensor):
@@ -288,7 +289,32 @@ def exported(place, mesh_run):
     return {
         "different": [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)],
         "names": names,
+        "one rank": failed_export(place, f"{folder}-failed"),
     }
+
+
+def failed_export(place, folder):
+    """Return the error of an export of stacks, which have another form in files, as one rank cannot read."""
+    with infinity.Init(
+        mesh=place.mesh, data="dp", nvme=place.folder, host_memory="64MiB", experts="whole"
+    ) as init:
+        model = MODELS["mixtral"]()
+        for module in list(model.modules()):
+            for name, one in list(module.named_parameters(recurse=False)):
+                if one.ndim == 3:
+                    cut = distribute_tensor(one.detach(), place.tensor, [Shard(1)])
+                    setattr(module, name, torch.nn.Parameter(cut))
+        init.take_in(model)
+    read = engine_of_model(model).parameters.read
+    if place.tensor.get_local_rank():
+        engine_of_model(model).parameters.read = cannot_read
+    error = error_of(lambda: infinity.save_pretrained(model, folder))
+    engine_of_model(model).parameters.read = read
+    return [error, Path(folder).exists()]
+
+
+def cannot_read(*_):
+    raise OSError("the disk of one rank")
 
 
 def pieces_of(folder):
