@@ -104,12 +104,7 @@ def save(
     def keep(value: Any, what: str) -> str | None:
         if not isinstance(value, torch.Tensor):
             return None
-        if is_distributed(value):
-            raise UnsupportedError(
-                f"{what} is a DTensor: each rank's own tensors are saved here. Give value.full_tensor(), or "
-                "value.to_local()"
-            )
-        name_of_dtype(value, what)
+        _check_own(value, what)
         key = f"{of_rank}{len(kept)}"
         kept[key] = value.detach()
         return key
@@ -140,6 +135,19 @@ def save(
             shared["model"] = configuration(model)
             manifest = joined([RankManifest.from_json(text) for text in manifests], shared)
             (filling / NAME).write_text(inventory.stacks.joined(manifest).to_json())
+
+
+def _check_own(value: torch.Tensor, what: str) -> None:
+    """Check a tensor of the user's, of which each rank saves its own.
+
+    Raises: UnsupportedError for a DTensor; ValueError for a type that files do not know.
+    """
+    if is_distributed(value):
+        raise UnsupportedError(
+            f"{what} is a DTensor: each rank's own tensors are saved here. Give value.full_tensor(), or "
+            "value.to_local()"
+        )
+    name_of_dtype(value, what)
 
 
 def optimizer_out(inventory: Inventory, keep: Any) -> dict[str, Any] | None:
