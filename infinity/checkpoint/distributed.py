@@ -33,7 +33,7 @@ from torch.futures import Future
 
 from infinity.checkpoint.deepspeed_files import has_adams
 from infinity.checkpoint.hashed_stream import TensorSource
-from infinity.checkpoint.inventory import Inventory
+from infinity.checkpoint.inventory import KINDS, Inventory
 from infinity.checkpoint.ranges import CHUNK_NUMEL
 from infinity.checkpoint.save_load import open_files, read_manifest
 from infinity.checkpoint.sharedfolder import check_named
@@ -53,6 +53,8 @@ from infinity.storage.manifest import (
 )
 from infinity.tensors import DTYPES, as_bytes, empty, spread_as
 
+_SCALES = KINDS["scale"]
+
 
 def name_in_dcp(tensor: Tensor) -> str:
     """Return a tensor's name for DCP: a weight's own, and "exp_avg.NAME" for a moment."""
@@ -71,7 +73,7 @@ class CheckpointReader(StorageReader):
     what they are loaded into; moments are "exp_avg.NAME" and "exp_avg_sq.NAME".
 
     Raises, while it loads: CheckpointError and FileNotFoundError as `load`; CorruptionError for a range that
-    does not match its hash.
+    does not match its hash; UnsupportedError for moments of state_dtype="int8".
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -107,6 +109,7 @@ class CheckpointReader(StorageReader):
         """Read what the plan names, piece by piece, into the planner's tensors."""
         if self._manifest is None:
             raise AssertionError("read_data before read_metadata")
+        self._check_plain(item.storage_index.fqn for item in plan.items)
         with contextlib.ExitStack() as stack:
             with readable(f"{self._folder / NAME}"):
                 files = open_files(self._manifest, self._folder, stack)
@@ -119,6 +122,19 @@ class CheckpointReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _check_plain(self, names: Iterable[str]) -> None:
+        """Check that what is read is numbers.
+
+        Raises: UnsupportedError for moments that are kept as codes in blocks, of which each has a scale.
+        """
+        for name in names:
+            tensor = self._tensors[name]
+            if f"{_SCALES}.{tensor.name}" in self._tensors and tensor.kind in KINDS.values():
+                raise UnsupportedError(
+                    f"{name}: {self._folder} has moments of state_dtype='int8', which are codes in "
+                    "blocks, and no numbers: infinity.load reads them; here the weights alone can be read"
+                )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -230,10 +230,9 @@ def _write_converted(
                 continue
             unit = engine.parameters.unit_of(parameters[name])[0]
             written, field = saved[unit], saved[unit].field(unit.record.schema)
+            whole = _whole(inventory, parameters[name], field) if is_distributed(parameters[name]) else None
             with ranks.together(f"writing {name}"):
-                (values,) = engine.parameters.read(parameters[name], [field])
-                if is_distributed(values):
-                    values = values.full_tensor()  # type: ignore[attr-defined]
+                (values,) = engine.parameters.read(parameters[name], [field]) if whole is None else (whole,)
                 if ranks.rank == 0:
                     spec = written.dtype, tuple(values.shape)
                     if filled is None:
@@ -244,6 +243,19 @@ def _write_converted(
         with ranks.together(f"converting {of_file}"):
             if filled is not None:
                 files.convert(of_file, filled)
+
+
+def _whole(inventory: Inventory, parameter: nn.Parameter, field: str) -> torch.Tensor:
+    """Return a field of a DTensor, of all ranks: they meet once each has its part, as torch's own collective
+    would wait for one that has failed.
+    """
+    engine = engine_of(parameter)
+    if engine is None:
+        raise AssertionError("not offloaded")
+    with inventory.ranks.together(f"reading {inventory.names[id(parameter)]}"):
+        (values,) = engine.parameters.read(parameter, [field])
+    whole: torch.Tensor = values.full_tensor()  # type: ignore[attr-defined]
+    return whole
 
 
 def _write_plain(files: HubWriter, inventory: Inventory, specs: Mapping[str, TensorSpec]) -> None:

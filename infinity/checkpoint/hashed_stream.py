@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -81,27 +82,37 @@ class TensorSource:
 
     def _fill(self, box: Box, values: torch.Tensor) -> None:
         """Fill the bytes of a box with what the pieces have of it."""
-        range_numel = RANGE_NBYTES // self._width
-        for index, piece in enumerate(self._tensor.pieces):
+        pieces = enumerate(self._tensor.pieces)  # a stack may have thousands, of one box or a few
+        for _, of_box in itertools.groupby(pieces, lambda numbered: numbered[1].box):
+            number, piece = next(of_box)
             whole = piece.within(self._tensor.shape)
             common = whole.meet(box)
             if common is None:
                 continue
-            start, stop = whole.span(common)
-            at, stop = max(start, piece.start), min(stop, piece.stop)
-            while at < stop:
-                number = (at - piece.start) // range_numel
-                begin = piece.start + number * range_numel
-                end = min(begin + range_numel, piece.stop)
-                there = self._range(index, number)
-                for one in whole.cut(at, min(end, stop)):
-                    if (both := one.meet(box)) is not None:
-                        first = (whole.span(one)[0] - begin) * self._width
-                        seen = _seen_as(there[first : first + one.numel * self._width], one, self._width)
-                        values[_slices(both, box)] = seen[_slices(both, one)]
-                if stop >= end:  # what follows lies behind it
-                    self._ranges.pop((index, number), None)
-                at = end
+            first, last = whole.span(common)
+            for index, one in itertools.chain([(number, piece)], of_box):
+                if one.stop > first and one.start < last:
+                    self._fill_from(index, whole, (max(first, one.start), min(last, one.stop)), box, values)
+
+    def _fill_from(
+        self, index: int, whole: Box, span: tuple[int, int], box: Box, values: torch.Tensor
+    ) -> None:
+        """Fill the bytes of a box with what a piece has of it, in elements `span` of the box `whole`."""
+        piece, range_numel = self._tensor.pieces[index], RANGE_NBYTES // self._width
+        at, stop = span
+        while at < stop:
+            number = (at - piece.start) // range_numel
+            begin = piece.start + number * range_numel
+            end = min(begin + range_numel, piece.stop)
+            there = self._range(index, number)
+            for one in whole.cut(at, min(end, stop)):
+                if (both := one.meet(box)) is not None:
+                    first = (whole.span(one)[0] - begin) * self._width
+                    seen = _seen_as(there[first : first + one.numel * self._width], one, self._width)
+                    values[_slices(both, box)] = seen[_slices(both, one)]
+            if stop >= end:  # what follows lies behind it
+                self._ranges.pop((index, number), None)
+            at = end
 
     def _range(self, index: int, number: int) -> torch.Tensor:
         """Return the bytes of a range of a piece, checked."""

@@ -15,7 +15,7 @@ from infinity.optim.base import OffloadedOptimizer
 from infinity.optim.ownership import check_current
 from infinity.planning.boxes import Box, all_of, runs
 from infinity.planning.layout import STATE_BLOCK, Segment
-from infinity.ranks.mesh import box_of
+from infinity.ranks.mesh import box_of, is_cut
 from infinity.storage.manifest import MASTER, PLAIN, MeshPlace, TensorSpec
 from infinity.tensors import local, name_of_dtype
 from infinity.units.unit import Unit
@@ -106,10 +106,12 @@ class Inventory:
 
         Raises: UnsupportedError for those of a DTensor that files could not name.
         """
-        box = box_of(tensor, name) if self._by_name else all_of(tensor.shape)
-        if box == all_of(tensor.shape):
+        if not (self._by_name and is_cut(tensor)):
             return
-        self._boxes[name], self._shapes[name] = box, tuple(tensor.shape)
+        box = box_of(tensor, name)
+        if box != all_of(tensor.shape):
+            self._boxes[name], self._shapes[name] = box, tuple(tensor.shape)
+        # Alike on all ranks, also where one has all of a small tensor.
         if name in self.stacks.places:
             raise UnsupportedError(
                 f"{name} is a DTensor, and a slice of {self.stacks.name(name)}, which files have whole: save "

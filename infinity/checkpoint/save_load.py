@@ -57,7 +57,7 @@ from infinity.storage.manifest import (
     readable,
 )
 from infinity.storage.safetensors_file import TensorReader
-from infinity.tensors import as_bytes, empty, local, name_of_dtype
+from infinity.tensors import as_bytes, empty, is_distributed, local, name_of_dtype
 from infinity.units.tracking import Stateful
 from infinity.units.unit import Unit
 
@@ -89,10 +89,9 @@ def save(
 
     Raises: FileExistsError for a folder that may not be replaced, after everything was saved in a new one
     beside it (FOLDER-2, ...; the error's filename2), so that no training is lost; StorageFullError with the
-    sizes; CheckpointError naming a value that is not plain; ValueError for a model that was not built in
-    Init; ConfigError if the ranks do not share the folder, or stages do; RanksError if another rank failed,
-    with its
-    reason.
+    sizes; CheckpointError naming a value that is not plain, and UnsupportedError one that is a DTensor;
+    ValueError for a model that was not built in Init; ConfigError if the ranks do not share the folder, or
+    stages do; RanksError if another rank failed, with its reason.
     """
     inventory = Inventory(model, optimizer)
     ranks = inventory.ranks
@@ -105,7 +104,7 @@ def save(
     def keep(value: Any, what: str) -> str | None:
         if not isinstance(value, torch.Tensor):
             return None
-        name_of_dtype(value, what)
+        _check_own(value, what)
         key = f"{of_rank}{len(kept)}"
         kept[key] = value.detach()
         return key
@@ -136,6 +135,19 @@ def save(
             shared["model"] = configuration(model)
             manifest = joined([RankManifest.from_json(text) for text in manifests], shared)
             (filling / NAME).write_text(inventory.stacks.joined(manifest).to_json())
+
+
+def _check_own(value: torch.Tensor, what: str) -> None:
+    """Check a tensor of the user's, of which each rank saves its own.
+
+    Raises: UnsupportedError for a DTensor; ValueError for a type that files do not know.
+    """
+    if is_distributed(value):
+        raise UnsupportedError(
+            f"{what} is a DTensor: each rank's own tensors are saved here. Give value.full_tensor(), or "
+            "value.to_local()"
+        )
+    name_of_dtype(value, what)
 
 
 def optimizer_out(inventory: Inventory, keep: Any) -> dict[str, Any] | None:

@@ -50,7 +50,8 @@ class DataOfMesh:
 def data_of_mesh(mesh: DeviceMesh, data: str | Sequence[str] | None) -> DataOfMesh:
     """Return the ranks along the dimensions of `mesh`, of which those named by `data` share data.
 
-    Raises: ConfigError for a mesh without names, for a name that it lacks, and where this rank is not in it.
+    Raises: ConfigError for a mesh without names, for a name that it lacks, for one whose ranks do not ascend
+    beside the data's dimensions, and where this rank is not in it.
     """
     names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
     if not names:
@@ -67,6 +68,9 @@ def data_of_mesh(mesh: DeviceMesh, data: str | Sequence[str] | None) -> DataOfMe
     missing = [one for one in chosen if one not in names]
     if missing or len({*chosen}) < len(chosen):
         raise ConfigError(f"data={data!r}: the mesh has the dimensions {names}; name each one once")
+    for number, name in enumerate(names):
+        if name not in chosen and not _ascends(mesh, number):
+            raise ConfigError(_descending(mesh, f"dimension {name!r}"))
     place = mesh.get_coordinate()
     if place is None:
         raise ConfigError(f"rank {dist.get_rank()} of the world is not in the mesh {mesh}")
@@ -164,6 +168,8 @@ class MeshRanks:
                     f"{what} is a DTensor placed as {one} along dimension {number} of {mesh}: a parameter "
                     "is kept as Shard or Replicate. redistribute(placements=[Replicate()]) sums the parts"
                 )
+            if not _ascends(mesh, number):
+                raise UnsupportedError(f"{what} is a DTensor: {_descending(mesh, f'dimension {number}')}")
             members = _members(mesh, number)
             if len(members) > 1 and members not in self._of.along:
                 raise UnsupportedError(
@@ -191,6 +197,25 @@ class MeshRanks:
         return ", ".join(f"{name!r} of ranks {list(ranks)}" for name, ranks in pairs)
 
 
+def _ascends(mesh: DeviceMesh, number: int) -> bool:
+    """Whether the ranks along a dimension of a mesh ascend, everywhere."""
+    along = mesh.mesh.movedim(number, 0)
+    return bool((along[1:] > along[:-1]).all())
+
+
+def _descending(mesh: DeviceMesh, where: str) -> str:
+    return (
+        f"the mesh of ranks {mesh.mesh.tolist()} does not ascend along {where}. The groups of "
+        "torch.distributed sort their ranks, so that the parts of a DTensor are not where the mesh says. "
+        "Give the ranks in ascending order, as init_device_mesh does"
+    )
+
+
+def is_cut(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor of which ranks have different parts, be this rank's the whole."""
+    return any(len(members) > 1 for members in _cut(tensor))
+
+
 def _cut(parameter: torch.Tensor) -> set[tuple[int, ...]]:
     """Return the ranks along each dimension of a mesh along which a DTensor is cut; none of others."""
     if not is_distributed(parameter):
@@ -216,6 +241,8 @@ def box_of(parameter: torch.Tensor, what: str) -> Box:
                 f"{what} is a DTensor placed as {placements}: what a rank has of it is no box of the whole, "
                 "which files could name. Shard and Replicate are saved and loaded"
             )
+        if not _ascends(mesh, number):
+            raise UnsupportedError(f"{what} is a DTensor: {_descending(mesh, f'dimension {number}')}")
         least = -(-shape[one.dim] // mesh.size(number))
         begin = min(shape[one.dim], least * mesh.get_local_rank(number))
         first[one.dim] += begin

@@ -9,11 +9,12 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
 
 import models
-from infinity import AdamW, CorruptionError, Init, UnsupportedError, gathered, stats
+from infinity import AdamW, CheckpointReader, CorruptionError, Init, UnsupportedError, gathered, stats
 from infinity.aio import StorageFullError
 from infinity.checkpoint import writer as checkpoint_writer
 from infinity.checkpoint.save_load import checkpoint_files, load, save
@@ -446,6 +447,20 @@ def test_any_reader_of_safetensors_finds_the_fp32_values_by_their_names(folder):
     save(ours, None, folder / "saved")
     found = load_file(folder / "saved" / "weights-00001.safetensors")
     assert differences(dict(plain.state_dict()), found) == []
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_checkpoints_read_weights_of_8_bit_moments_and_no_codes_as_if_they_were_numbers(folder):
+    training = start(state_dtype="int8")
+    go_on(training, 0, 1)
+    save(*training[:2], folder / "saved")
+    name, weight = next(iter(training[0].named_parameters()))
+    reader = CheckpointReader(folder / "saved")
+    found = {name: torch.zeros(weight.shape)}
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    assert torch.equal(found[name], engine_of(weight).parameters.read(weight, ["master"])[0])
+    with pytest.raises(dcp.api.CheckpointException, match=f"exp_avg.{name}: .*state_dtype='int8', which are"):
+        dcp.load({f"exp_avg.{name}": found[name]}, storage_reader=reader, no_dist=True)
 
 
 def test_moments_of_a_parameter_that_is_frozen_while_it_is_loaded_are_there_when_it_is_thawed(folder):

@@ -128,3 +128,12 @@ def test_damage_is_found_in_its_range_and_nowhere_else(tmp_path):
         found = torch.empty(88)
         source.read(as_bytes(found))
         assert torch.equal(found, values[:88])
+
+
+def test_a_tensor_of_many_pieces_is_looked_through_once_for_each_read(tmp_path, monkeypatch):
+    tensor = write(tmp_path, torch.arange(NUMEL, dtype=torch.float32), range(1, NUMEL), 4)
+    met = []
+    real = Box.meet
+    monkeypatch.setattr(Box, "meet", lambda *boxes: met.append(boxes) or real(*boxes))
+    assert read(tmp_path, tensor, NUMEL - 1, 1).item() == NUMEL - 1
+    assert len(met) < 5

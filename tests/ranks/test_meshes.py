@@ -102,6 +102,9 @@ def test_what_no_mesh_can_have_is_refused_by_name_on_all_ranks(answers, launch, 
         assert one["without"].startswith("ConfigError: Init(data='dp') goes with mesh=")
         assert one["both"].startswith("ConfigError: Init(data='dp') goes with mesh=")
         assert "whose dimensions have names" in one["unnamed"]
+        assert one["descending"].startswith("ConfigError: the mesh of ranks [[")
+        assert "does not ascend along dimension 'tp'" in one["descending"]
+        assert "Holder.part0 is a DTensor: the mesh of ranks [" in one["on descending"]
         assert one["pipeline"].startswith("ConfigError: mesh and pipeline_group have ranks [")
         assert "Muon needs the whole matrix" in one["muon"]
 
@@ -166,6 +169,8 @@ def test_a_checkpoint_that_cannot_be_loaded_or_saved_is_refused_on_all_ranks_ali
     assert f"{one['folder']}/manifest.json: the manifest cannot be read" in one["cut manifest"]
     assert not one["changed"]
     assert "state_dtype='int8' keeps moments in blocks of 256 elements of that part" in one["int8"]
+    assert one["int8 of one element"].startswith("UnsupportedError: 0.weight is a DTensor")
+    assert one["given"].startswith("UnsupportedError: extra['mine'] is a DTensor")
     assert one["adapters"].startswith("UnsupportedError: files of adapters: the model is on a mesh")
     assert one["deepspeed"].startswith("UnsupportedError: a checkpoint of DeepSpeed: the model is on a mesh")
 
@@ -185,7 +190,18 @@ def test_checkpoints_of_torch_have_the_whole_model(answers, launch, case):
 @pytest.mark.parametrize(("launch", "case"), of("exported"))
 def test_a_model_that_transformers_divides_is_exported_as_by_ranks_that_have_it_whole(answers, launch, case):
     for one in answers(launch, case):
-        assert one == {"different": [], "names": True}
+        assert (one["different"], one["names"]) == ([], True)
+
+
+@pytest.mark.parametrize(("launch", "case"), of("exported"))
+def test_an_export_that_one_rank_cannot_read_for_fails_at_once_on_all_with_its_reason(answers, launch, case):
+    said = [one["one rank"] for one in answers(launch, case)]
+    assert [left for _, left in said] == [False] * len(said)
+    assert said[0][0].startswith(
+        "RanksError: rank 0 of 2: reading model.layers.0.mlp.experts.gate_up_proj fail"
+    )
+    assert "rank 1: OSError: the disk of one rank" in said[0][0]
+    assert said[1][0] == "OSError: the disk of one rank"
 
 
 @pytest.mark.parametrize(("launch", "case"), of("loaded from dcp"))

@@ -394,6 +394,8 @@ def wrong(place):
     other = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("x", "y"))
     flat = init_device_mesh("cpu", (ranks,), mesh_dim_names=("all",))
 
+    back = DeviceMesh("cpu", [list(range(ranks))[::-1]], mesh_dim_names=("dp", "tp"))
+
     def partial_one():
         return DTensor.from_local(whole, place.tensor, [Partial()], run_check=False)
 
@@ -423,6 +425,8 @@ def wrong(place):
         "twice": refused(lambda: told(mesh=mesh, data=("dp", "dp"))),
         "without": refused(lambda: told(data="dp")),
         "both": refused(lambda: told(mesh=mesh, data="dp", process_group=place.data)),
+        "descending": refused(lambda: told(mesh=back, data="dp")),
+        "on descending": refused(lambda: held(place, partial(sharded, back["tp"]), mesh=across, data="dp")),
         "unnamed": refused(lambda: told(mesh=DeviceMesh("cpu", list(range(ranks))), data=())),
         "pipeline": refused(lambda: told(mesh=mesh, data="dp", pipeline_group=flat)),
         "assigned": saved(assign),

@@ -9,14 +9,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import infinity
 from infinity.checkpoint.deepspeed_files import load_deepspeed
 from infinity.checkpoint.peft import save_adapters
-from infinity.engine.engine import engine_of
+from infinity.engine.engine import engine_of, engine_of_model
 from infinity.tensors import as_bytes, local
 from mesh_edits import error_of
+from models import MODELS
 
 
 def whole(tensor):
@@ -245,6 +246,23 @@ def saved_in_int8(one, folder):
     infinity.save(model, optimizer, f"{folder}-int8")
 
 
+def one_element_in_int8(one, folder):
+    """Save a weight of which one rank has all, and the others have nothing."""
+    with infinity.Init(
+        mesh=one.place.mesh, data="dp", nvme=one.place.folder, **one.settings, state_dtype="int8"
+    ) as init:
+        model = torch.nn.Sequential(torch.nn.LayerNorm(1, bias=False))
+        whole = distribute_tensor(model[0].weight.detach(), one.place.tensor, [Shard(0)])
+        model[0].weight = torch.nn.Parameter(whole)
+        init.take_in(model)
+    infinity.save(model, infinity.AdamW(model.parameters()), f"{folder}-int8")
+
+
+def given_distributed(one, model, folder):
+    mine = distribute_tensor(torch.ones(4), one.place.tensor, [Shard(0)])
+    infinity.save(model, None, f"{folder}-given", extra={"mine": mine})
+
+
 def exported(place, mesh_run):
     """Export a model that transformers has divided, from its mesh, and loaded on ranks that have it whole;
     return the files that differ.
@@ -271,7 +289,32 @@ def exported(place, mesh_run):
     return {
         "different": [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)],
         "names": names,
+        "one rank": failed_export(place, f"{folder}-failed"),
     }
+
+
+def failed_export(place, folder):
+    """Return the error of an export of stacks, which have another form in files, as one rank cannot read."""
+    with infinity.Init(
+        mesh=place.mesh, data="dp", nvme=place.folder, host_memory="64MiB", experts="whole"
+    ) as init:
+        model = MODELS["mixtral"]()
+        for module in list(model.modules()):
+            for name, one in list(module.named_parameters(recurse=False)):
+                if one.ndim == 3:
+                    cut = distribute_tensor(one.detach(), place.tensor, [Shard(1)])
+                    setattr(module, name, torch.nn.Parameter(cut))
+        init.take_in(model)
+    read = engine_of_model(model).parameters.read
+    if place.tensor.get_local_rank():
+        engine_of_model(model).parameters.read = cannot_read
+    error = error_of(lambda: infinity.save_pretrained(model, folder))
+    engine_of_model(model).parameters.read = read
+    return [error, Path(folder).exists()]
+
+
+def cannot_read(*_):
+    raise OSError("the disk of one rank")
 
 
 def pieces_of(folder):
@@ -291,6 +334,8 @@ def refusals(one, model, optimizer, folder):
         infinity.load(changed, None, folder)
 
     answer = {
+        "int8 of one element": error_of(lambda: one_element_in_int8(one, folder)),
+        "given": error_of(lambda: given_distributed(one, model, folder)),
         "int8": error_of(lambda: saved_in_int8(one, folder)),
         "adapters": error_of(lambda: save_adapters(model, folder, "hi")),
         "deepspeed": error_of(lambda: load_deepspeed(model, None, folder)),
