@@ -189,7 +189,8 @@ def _changed_by(modifier: int, engine: Engine, parameters: list[nn.Parameter]) -
                 "or change it on every rank."
             )
         if by[modifier]:
-            values = parameter.detach().contiguous()
+            # A copy: a thread of gloo's may have it for some milliseconds behind the `with`.
+            values = parameter.detach().clone(memory_format=torch.contiguous_format)
             ranks.spread(values, modifier, what)
             with torch.no_grad():
                 parameter.copy_(values)

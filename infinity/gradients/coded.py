@@ -104,13 +104,28 @@ class CodedReducing(Reducing):
         self._row_nbytes = coding.row_nbytes(self._numels)
         self.nbytes = sent.numel() // max(sum(self._numels), 1) * self._row_nbytes
 
-    def _reduce(self, channel: Channel, sent: torch.Tensor) -> None:
-        """All-to-all, and the sum."""
+    def _exchanged(self, channel: Channel, sent: torch.Tensor) -> torch.Tensor:
+        """Return rows of this rank's share, to be added up: of each rank, or the sums of each machine."""
         coded = self._coded(sent)
-        self._sent = None
-        came = self._rows_exchanged(channel, coded)
+        if channel.hops is None:
+            received = self._bytes(len(coded))
+            channel.exchange(received.view(-1), coded.view(-1), self.what)
+            return received
+        grid = channel.hops.grid
+        sums, came = self._bytes(grid.machines), self._bytes(grid.ranks)
+        for total, part in zip(_starts(sums), coded.view(grid.machines, -1), strict=True):
+            channel.exchange_in_hop(came.view(-1), part, self.what, between_machines=False)
+            for numel, place in zip(self._numels, self._coding.places(self._numels), strict=True):
+                self._coding.code_sum([row + place for row in _starts(came)], numel, total + place)
+        del came
+        received = self._bytes(grid.machines)
+        channel.exchange_in_hop(received.view(-1), sums.view(-1), self.what, between_machines=True)
+        return received
+
+    def _add_up(self, rows: torch.Tensor) -> None:
+        """Fill the means from what has come."""
         for mean, place in zip(self._means, self._coding.places(self._numels), strict=True):
-            self._coding.mean([row + place for row in _starts(came)], mean, self._count)
+            self._coding.mean([row + place for row in _starts(rows)], mean, self._count)
 
     def _coded(self, sent: torch.Tensor) -> torch.Tensor:
         """Return what goes to each rank."""
@@ -126,23 +141,6 @@ class CodedReducing(Reducing):
     def _bytes(self, rows: int) -> torch.Tensor:
         """Return memory for so many rows."""
         return self._allocate(rows * self._row_nbytes, torch.uint8).view(rows, -1)
-
-    def _rows_exchanged(self, channel: Channel, coded: torch.Tensor) -> torch.Tensor:
-        """Return rows of this rank's share, to be added up: of each rank, or the sums of each machine."""
-        if channel.hops is None:
-            received = self._bytes(len(coded))
-            channel.exchange(received.view(-1), coded.view(-1), self.what)
-            return received
-        grid = channel.hops.grid
-        sums, came = self._bytes(grid.machines), self._bytes(grid.ranks)
-        for total, part in zip(_starts(sums), coded.view(grid.machines, -1), strict=True):
-            channel.exchange_in_hop(came.view(-1), part, self.what, between_machines=False)
-            for numel, place in zip(self._numels, self._coding.places(self._numels), strict=True):
-                self._coding.code_sum([row + place for row in _starts(came)], numel, total + place)
-        del came
-        received = self._bytes(grid.machines)
-        channel.exchange_in_hop(received.view(-1), sums.view(-1), self.what, between_machines=True)
-        return received
 
 
 def _starts(rows: torch.Tensor) -> list[Any]:

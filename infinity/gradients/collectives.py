@@ -412,17 +412,12 @@ class Reducing(Collective):
         """All-to-all, and the sum."""
         if self._sent is not None and self._sent.numel():
             self._device.arrived(self._sent)
-            self._reduce(channel, self._sent)
+            rows = self._exchanged(channel, self._sent)
+            self._device.leaving(self._sent)
+            self._sent = None  # no frame has it any more: sums take memory of their own
+            self._add_up(rows)
         self._sent, self._means = None, ()
         self._lease.end()
-
-    def _reduce(self, channel: Channel, sent: torch.Tensor) -> None:
-        rows, start = self._exchanged(channel, sent), 0
-        self._device.leaving(sent)
-        self._sent = None
-        for mean in self._means:
-            _mean_of_ranks(rows[:, start : start + mean.numel()], mean, self._count)
-            start += mean.numel()
 
     def _exchanged(self, channel: Channel, sent: torch.Tensor) -> torch.Tensor:
         """Return rows of this rank's share, to be added up: of each rank, or the sums of each machine."""
@@ -442,6 +437,13 @@ class Reducing(Collective):
         received = self._allocate(sums.numel(), sums.dtype)
         channel.exchange_in_hop(received, sums, self.what, between_machines=True)
         return received.view(grid.machines, -1)
+
+    def _add_up(self, rows: torch.Tensor) -> None:
+        """Fill the means from what has come."""
+        start = 0
+        for mean in self._means:
+            _mean_of_ranks(rows[:, start : start + mean.numel()], mean, self._count)
+            start += mean.numel()
 
 
 def _mean_of_ranks(rows: torch.Tensor, mean: torch.Tensor, ranks: int) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 
 from infinity.device.buffers import Buffers
 from infinity.device.device import Device
+from infinity.planning.queue import Job
 from infinity.storage.memory import Ledger
 from infinity.storage.store import Future
 from infinity.timeline import Timeline
@@ -128,14 +129,18 @@ class OutgoingShare:
         return found
 
     def _make_room(self) -> bool:
-        """Make the deferred calls, or else wait for the oldest work under way; False if there is neither."""
+        """Make the deferred calls, or else wait for the oldest work under way; False if there is neither. An
+        update that begins when the last user of its unit is gone is not under way.
+        """
         if self.use_deferred():
             return True
         self._forget_done()
-        if not self._jobs:
+        job = next((one for one in self._jobs if not isinstance(one, Job) or one.is_queued), None)
+        if job is None:
             return False
         began = time.perf_counter()
-        self._jobs.popleft().wait()
+        self._jobs.remove(job)
+        job.wait()
         self._stalled(began)
         return True
 

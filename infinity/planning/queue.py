@@ -42,6 +42,11 @@ class Job:
         self._lane = lane
 
     @property
+    def is_queued(self) -> bool:
+        """Whether a lane has it, or had it, so that it can be waited for."""
+        return self.done or self._lane is not None
+
+    @property
     def finished(self) -> bool:
         """Whether nothing of it is under way any more."""
         return self.done

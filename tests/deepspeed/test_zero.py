@@ -2,6 +2,8 @@
 that come late, checkpoints before and after the first step. Trusted: plain torch.
 """
 
+import contextlib
+import types
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -198,6 +200,27 @@ def test_parameters_are_there_inside_gathered_and_released_after():
         pass
     with deepspeed.zero.GatheredParameters(model[1].bias, enabled=False), pytest.raises(NotResidentError):
         _ = model[1].bias.sum()
+
+
+def test_what_ranks_send_of_a_modifiers_values_may_outlive_the_with():
+    """A thread of gloo's has it for some milliseconds more."""
+    kept, weight = [], nn.Parameter(torch.zeros(8))
+
+    def spread(values, _root, _what):
+        values.fill_(3)
+        kept.append(values)
+
+    ranks = types.SimpleNamespace(
+        size=2,
+        together=lambda _: contextlib.nullcontext(),
+        same=lambda *_: True,
+        each=lambda *_: [b"\1", b"\0"],
+        spread=spread,
+    )
+    with deepspeed.zero._changed_by(0, types.SimpleNamespace(ranks=ranks), [weight]), torch.no_grad():
+        weight.fill_(2)
+    assert weight.tolist() == [3.0] * 8
+    assert kept[0].untyped_storage().data_ptr() != weight.untyped_storage().data_ptr()
 
 
 def test_a_module_that_comes_after_initialize_is_an_ordinary_one():

@@ -311,3 +311,22 @@ def test_a_graph_that_outlives_gathered_is_warned_of_before_torch_refuses_its_ba
     kept = []
     with pytest.raises(NotResidentError, match="where a graph holds it, run"), infinity.gathered(ours):
         kept.append(ours[0].weight @ ours[0].weight.t())
+
+
+@pytest.mark.disk
+def test_updates_in_a_backward_inside_gathered_wait_for_its_end_and_are_the_same(folder):
+    masters = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        with infinity.Init(host_memory="4MiB", nvme=folder):
+            model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(12)])
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-3, update="backward")
+        for step in range(2):
+            with infinity.gathered(model if inside else []):
+                model(
+                    torch.full((2, 512), step + 0.5, dtype=torch.bfloat16)
+                ).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        masters.append([master(one) for one in model.parameters()])
+    assert all(torch.equal(one, two) for one, two in zip(*masters, strict=True))

@@ -1,11 +1,19 @@
-"""The lane of collectives. Faked: the channel, which waits for the other ranks as long as the test says."""
+"""The lane of collectives, and what a reduction keeps. Faked: the channel, which waits for the other ranks as
+long as the test says.
+"""
 
 import threading
 import types
+import weakref
 
 import pytest
+import torch
 
-from infinity.gradients.collectives import Collective, CollectiveLane
+from infinity.device.device import CpuDevice
+from infinity.gradients import collectives as plain
+from infinity.gradients.coded import CodedReducing
+from infinity.gradients.coding import Coding
+from infinity.gradients.collectives import Collective, CollectiveLane, Reducing
 from infinity.lane.lane import StreamLane
 from infinity.storage.memory import Pool
 from infinity.timeline import Timeline
@@ -46,6 +54,10 @@ def channel():
     channel.others_come.set()
 
 
+def take(numel, dtype):
+    return torch.empty(numel, dtype=dtype)
+
+
 def closing(collectives, channel, lane, names):
     for name in names:
         collectives.submit(Exchange(name, lane))
@@ -75,3 +87,33 @@ def test_after_a_failure_nothing_more_is_exchanged_and_the_others_are_told_why(c
     assert not thread.is_alive()
     assert channel.done == []
     assert channel.told == ["OSError: planted"]
+
+
+@pytest.mark.parametrize("coding", [None, Coding(8)])
+def test_what_was_sent_takes_no_memory_any_more_while_the_means_are_made(coding, monkeypatch):
+    owner, name = (plain, "_mean_of_ranks") if coding is None else (Coding, "mean")
+    makes, there = getattr(owner, name), []
+
+    def mean_of(*given):
+        there.append(held() is not None)
+        makes(*given)
+
+    monkeypatch.setattr(owner, name, mean_of)
+    sent, mean = torch.ones(4096, dtype=torch.bfloat16), torch.zeros(2048, dtype=torch.bfloat16)
+    held, lease = weakref.ref(sent), types.SimpleNamespace(end=lambda: None)
+    given = (
+        "a",
+        sent,
+        [mean],
+        lambda numel, dtype: torch.empty(numel, dtype=dtype),
+        lease,
+        None,
+        CpuDevice(),
+        2,
+    )
+    job = Reducing(*given) if coding is None else CodedReducing(*given, coding)
+    del sent, given
+    ranks = types.SimpleNamespace(size=2)
+    job.run(types.SimpleNamespace(ranks=ranks, hops=None, exchange=lambda came, sent, _: came.copy_(sent)))
+    assert there == [False]
+    assert (mean == 1).all()

@@ -5,6 +5,7 @@ import gc
 import pytest
 
 from infinity.lane.outgoing import OutgoingShare, end_all
+from infinity.planning import queue
 from infinity.timeline import Timeline
 
 
@@ -94,6 +95,17 @@ def test_a_pass_that_is_over_is_not_waited_for(share):
     over.end()
     share.lease(50).end()
     assert waited_for(over, under_way) == [False, True]
+
+
+def test_an_update_that_begins_after_the_last_use_of_its_unit_is_not_waited_for_before(share):
+    lease, under_way = share.lease(20), Job(share.lease(70))
+    share.sent(queue.Job())  # which no lane has yet
+    share.sent(under_way)
+    share.lease(50).end()
+    assert waited_for(under_way) == [True]
+    beyond = share.lease(90)
+    assert share.ledger.held_nbytes == 110, "nothing that could make room is under way"
+    end_all([lease, beyond])
 
 
 def test_what_is_larger_than_the_share_goes_out_alone(share):
