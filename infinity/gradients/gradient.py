@@ -110,7 +110,7 @@ class Gradient:
         """Filled in by `job` where a pass computes it."""
         self._job: weakref.ref[Pass] | None = None
         self.additions = 0
-        """How often something was added to its values."""
+        """How often something was added to its values, unless it was zero."""
         self.scale = ONE
         """The fp32 factor that clipping recorded; applied in the update."""
         self.checked = False
@@ -227,8 +227,8 @@ class Gradient:
         self.on_device = True
 
     def is_added_to(self) -> None:
-        """Note that something is about to be added to its values."""
-        self.additions += 1
+        """Note that something is about to be added to its values: to none where it is zero."""
+        self.additions += self.form is not Form.ZERO
 
     def was_changed(self) -> None:
         """Note that the tensor has other values than those that were measured."""

@@ -82,7 +82,7 @@ class _Ahead:
 
     def __init__(self, fields: NextFields, spare: dict[str, Extent], lease: Lease | None) -> None:
         self._fields, self._spare, self._lease = fields, spare, lease
-        self._written = self._confirmed = False
+        self._written = self._confirmed = self._replaced = False
 
     @property
     def may_replace(self) -> bool:
@@ -96,14 +96,17 @@ class _Ahead:
         self._replace()
 
     def confirm(self) -> None:
-        """Let it take the place of the record's fields, as soon as it is written. Under the lane's lock."""
+        """Let it take the place of the record's fields, as soon as it is written. Idempotent. Under the
+        lane's lock.
+        """
         self._confirmed = True
         self._fields.stop_watching()
         self._replace()
 
     def _replace(self) -> None:
-        if self._written and self._confirmed:
+        if self._written and self._confirmed and not self._replaced:
             self._spare.update(self._fields.replace())
+            self._replaced = True
 
     def drop(self) -> None:
         """Never take that place. The extents are free for the next one, whose pass comes after this one's."""
@@ -158,6 +161,8 @@ class Speculation:
         self._outgoing_share = outgoing_share
         self._spare: dict[Unit, dict[str, Extent]] = {}
         self._of: dict[Unit, _Speculated] = {}
+        self._ends = False
+        """Whether all that updates are written to is to be freed, once they are confirmed or dropped."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -167,8 +172,9 @@ class Speculation:
     @property
     def nbytes(self) -> int:
         """Bytes on NVMe beside the records; none in a durable run, which has them anyway."""
-        spare = sum(extent.nbytes for extents in self._spare.values() for extent in extents.values())
-        return spare + sum(one.ahead.nbytes for one in self._of.values())
+        with self._lane.lock:
+            spare = sum(extent.nbytes for extents in self._spare.values() for extent in extents.values())
+            return spare + sum(one.ahead.nbytes for one in self._of.values())
 
     def check_possible(self, kind: str) -> None:
         """See that some can be made, for an optimizer that was told to.
@@ -184,20 +190,25 @@ class Speculation:
     def reserve(self, units: list[Unit]) -> None:
         """Allocate what the updates of these units are written to.
 
-        Raises: aio.StorageFullError naming all that is needed.
+        Raises: aio.StorageFullError naming all that is needed; then nothing stays allocated.
         """
+        for unit in units:  # of an optimizer that had these parameters before
+            self._drop(unit)
+        self._lane.drain()  # what is confirmed, and not yet written, leaves extents
         able = [unit for unit in units if unit.trainable and not self._lies_elsewhere(unit.record)]
         try:
             for unit in able if not isinstance(self._store, TwinStore) else ():
                 self._extents(unit)
         except StorageFullError as full:
             needed = sum(one.record.field_nbytes(name) for one in able for name in one.record.fields)
+            had = self.nbytes
+            self._free_spare()
             raise StorageFullError(
                 full.errno,
                 f"{full.strerror}\n  for: the second generation of records, {format_size(needed)} in all, "
                 "which speculative updates need. Leave speculate out, or give Config another folder.",
                 full.filename,
-            ).with_sizes(needed=needed - self.nbytes, free=full.free) from None
+            ).with_sizes(needed=needed - had, free=full.free) from None
 
     # In the backward
 
@@ -222,15 +233,18 @@ class Speculation:
                 raise
             logger.warning("no update is made before step() any more: %s", full)
             optimizer.speculation.give_up()
+            self._ends = True
             return False
         if extents is None:
             self.refused["commits name both generations of its record"] += 1
             return False
-        self._spare[unit] = {}
-        fields = NextFields(unit.record, extents)
         residence = unit.residence
         lends = self._device.is_host and not unit.in_place and residence.processed and residence.lent is None
-        lease = self._outgoing_share.lease(unit.resident_nbytes) if lends else None
+        lease = (
+            self._outgoing_share.lease(unit.resident_nbytes) if lends else None
+        )  # a Ctrl-C may end its wait
+        self._spare[unit] = {}
+        fields = NextFields(unit.record, extents)
         ahead = _Ahead(fields, self._spare[unit], lease)
         job = AheadPass(unit, self._device, unit.record.tile_numel, updates, fields)
         job.call_when_done(ahead.was_written)
@@ -245,10 +259,16 @@ class Speculation:
             for one in gradients
         }
         self._of[unit] = _Speculated(ahead, job, told, unit.version, weakref.ref(optimizer))
-        if lends:
-            self._residency.lend_when_free(unit, job)
-        else:
-            self._lane.submit(job)
+        try:
+            if lends:
+                self._residency.lend_when_free(unit, job)
+            else:
+                self._lane.submit(job)
+        except BaseException:  # interrupted: nobody knows whether it is queued
+            residence.withdraw(job)
+            del self._of[unit]
+            ahead.withdraw()
+            raise
         return True
 
     def rest(self) -> None:
@@ -356,7 +376,17 @@ class Speculation:
                 self._drop(unit)
                 dropped += 1
         self.confirmed += confirmed
+        if self._ends:
+            self._ends = False
+            self._free_spare()
         return confirmed, dropped
+
+    def _free_spare(self) -> None:
+        """Free all extents that no update is being made in, so that others have the room."""
+        self._lane.drain()  # those that were dropped may still be written to, and confirmed ones leave some
+        for spare in self._spare.values():
+            while spare:
+                self._store.free(spare.popitem()[1])
 
     def _is_right(self, unit: Unit, one: _Speculated) -> bool:
         """Whether the updates that were decided are those that were made."""
@@ -373,16 +403,25 @@ class Speculation:
                 return False
             if (update.scalars, update.key) != (made.scalars, made.key):
                 return False
-        return True
+        with self._lane.lock:  # a Ctrl-C may have kept it from the queue
+            return one.job.done or one.job in self._lane.unfinished(unit.record)
 
     def _confirm(self, unit: Unit, one: _Speculated) -> None:
         residence = unit.residence
         if residence.lent is None and residence.fetch is not None:
             self._residency.evict(unit)  # its values are those before the update
-        del self._of[unit]
         with self._lane.lock:
-            unit.pending.clear()
-            one.ahead.confirm()
+            try:
+                self._count(unit, one)
+            except BaseException:  # a Ctrl-C in between: the update would be lost
+                self._count(unit, one)
+                raise
+
+    def _count(self, unit: Unit, one: _Speculated) -> None:
+        """Let what was made stand for what is pending. Idempotent. Under the lane's lock."""
+        unit.pending.clear()
+        one.ahead.confirm()
+        self._of.pop(unit, None)
 
     def _drop(self, unit: Unit) -> None:
         one = self._of.pop(unit, None)

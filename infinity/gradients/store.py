@@ -363,6 +363,8 @@ class GradientStore:
             gradient.measure(tensor)
             self._place(gradient, tensor, keep=True)
         else:
+            if gradient.in_memory.dtype == torch.float32:
+                self._lane.settle(unit.record)  # it is changed in place: an update by it may be under way
             total = total_of(gradient.in_memory, tensor)
             gradient.measure(total)
             self._place(gradient, total, keep=True)

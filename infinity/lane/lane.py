@@ -240,6 +240,14 @@ class StreamLane:
                 return self._queue.settled(record)
         return True  # the thread that computes, which asks, queues all passes over it: there are none
 
+    def settle(self, record: Record) -> None:
+        """Return when every pass over a record has been worked on, writes apart. Raises as `wait` does."""
+        if not self.settled(record):
+            with self.lock:
+                jobs = self.unfinished(record)
+            for job in jobs[-1:]:
+                self.wait(job)
+
     def promote(self, record: Record) -> None:
         """Put the queued passes over `record` in front."""
         with self.lock:

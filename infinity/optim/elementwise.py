@@ -113,7 +113,7 @@ class _OptimizerKind:
         return repr(sorted((name, one) for name, one in options.items() if name != "lr"))
 
     def _scalars(self, group: Mapping[str, Any], step: int, clip: float) -> _Given:
-        options = {name: group[name] for name in self.defaults}
+        options = {name: _own(group[name]) for name in self.defaults}
         key = self._key(options)
         if key not in self._known:
             state = self._tested(options)
@@ -201,6 +201,13 @@ class _OptimizerKind:
         for grad in grads:
             state = self._step(values, grad, state, options)
         return values, state
+
+
+def _own(option: Any) -> Any:
+    """Return an option as it is now: a learning rate in a tensor may change in place before its update."""
+    if isinstance(option, tuple):
+        return tuple(map(_own, option))
+    return option.clone() if isinstance(option, torch.Tensor) else option
 
 
 def _as_tensor(step: int) -> torch.Tensor:

@@ -35,6 +35,8 @@ class NextFields:
         """Whether the record has other values by now than those that these were made from."""
         self._extents = dict(extents)
         self._hashes: dict[str, array[int]] = {name: record.new_hashes(name) for name in extents}
+        self._homes: dict[str, tuple[Extent, array[int]]] = {}
+        """What has taken the place of the record's fields, or is about to."""
         record.watchers.add(self._spoil)
 
     def _spoil(self) -> None:
@@ -70,11 +72,14 @@ class NextFields:
 
     def replace(self) -> dict[str, Extent]:
         """Take the place of the record's fields; return the extents on NVMe that are free for others. Called
-        under the lane's lock, when the pass that writes them has worked on all of it.
+        under the lane's lock, when the pass that writes them has worked on all of it; again where a Ctrl-C
+        has ended it.
         """
-        homes = {name: (_turned(extent), self._hashes[name]) for name, extent in self._extents.items()}
-        left = self.record.exchange(homes)
-        return {name: extent for name, extent in left.items() if extent != homes[name][0]}
+        for name, extent in self._extents.items():
+            if name not in self._homes:
+                self._homes[name] = _turned(extent), self._hashes[name]
+        left = self.record.exchange(self._homes)
+        return {name: extent for name, extent in left.items() if extent != self._homes[name][0]}
 
     def drop(self) -> dict[str, Extent]:
         """Never take that place; return the extents, to which a pass may still be writing."""

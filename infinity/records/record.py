@@ -327,6 +327,8 @@ class Record:
         """
         left: dict[str, Extent] = {}
         for name, home in homes.items():
+            if self._hashes[name] is home[1]:  # it was interrupted here
+                continue
             old, (self._extents[name], self._hashes[name]) = self._extents[name], home
             (self.targets if isinstance(old.store, HostStore) else left)[name] = old
         self._moved()

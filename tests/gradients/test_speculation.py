@@ -309,6 +309,18 @@ def test_a_step_that_is_skipped_leaves_everything_as_it_was(folder):
 
 
 @pytest.mark.slow
+def test_gradients_that_are_set_to_zeros_are_not_added_to(folder):
+    both = Both(folder, max_norm=NEVER)
+    for number in range(4):
+        both.backward(number)
+        for _, optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    both.check()
+    assert both.counts == (4 * UNITS, 0)
+
+
+@pytest.mark.slow
 def test_a_norm_that_is_not_finite_is_refused_what_was_written(folder):
     both = Both(folder, max_norm=NEVER)
     both.step(0)
@@ -440,6 +452,45 @@ def test_a_full_disk_ends_it_with_a_word_in_the_log_or_an_error_where_it_was_ask
     assert len([one for one in caplog.messages if "before step() any more" in one]) == 1
     with pytest.warns(UserWarning, match="supersedes"), pytest.raises(StorageFullError, match="second gen"):
         AdamW(both.model.parameters(), speculate=True)
+
+
+@pytest.mark.parametrize("speculate", [True, pytest.param("auto", marks=pytest.mark.slow)])
+def test_what_was_taken_before_the_disk_was_full_is_freed(folder, monkeypatch, speculate):
+    both = Both(folder, speculate=False, max_norm=NEVER)
+    store, left = engine_in(both.model).nvme_store, [6]
+    allocate = store.allocate
+
+    def full(nbytes, what):
+        left[0] -= "second generation" in what
+        if left[0] < 0:
+            raise StorageFullError(28, f"{what}: no room", folder).with_sizes(needed=nbytes, free=0)
+        return allocate(nbytes, what)
+
+    monkeypatch.setattr(store, "allocate", full)
+    expected = pytest.raises(StorageFullError) if speculate is True else contextlib.nullcontext()
+    with pytest.warns(UserWarning, match="supersedes"), expected:
+        both.optimizer = AdamW(both.model.parameters(), speculate=speculate, max_norm=NEVER, **SETTINGS)
+    if speculate == "auto":
+        for number in range(6):
+            both.step(number)
+        both.check()
+        assert sum(both.counts) > 0
+    assert left[0] < 0
+    assert both.speculation.nbytes == 0
+
+
+def test_a_later_optimizer_takes_over_what_an_earlier_one_has_allocated(folder, monkeypatch):
+    both = Both(folder, max_norm=NEVER)
+    both.step(0)
+    both.backward(1)
+    store, asked = engine_in(both.model).nvme_store, []
+    allocate = store.allocate
+    monkeypatch.setattr(
+        store, "allocate", lambda nbytes, what: (asked.append(what), allocate(nbytes, what))[1]
+    )
+    with pytest.warns(UserWarning, match="supersedes"):
+        AdamW(both.model.parameters(), speculate=True)
+    assert [one for one in asked if "second generation" in one] == []
 
 
 def test_a_durable_run_commits_what_was_confirmed_and_nothing_else(folder):

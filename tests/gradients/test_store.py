@@ -1,11 +1,14 @@
 """Gradients that are stored while others of their unit come again. Trusted: the reference in memory."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
 
-from infinity import AdamW
+from infinity import AdamW, Init
 from infinity.gradients import store
+from infinity.lane.lane import StreamLane
 from infinity.reference import ReferenceAdamW
 from parity import build_both, differences, engine_in
 
@@ -58,3 +61,22 @@ def test_a_stored_gradient_is_carried_along_where_its_neighbours_is_added_to_in_
         optimizer.zero_grad()
     assert differences(plain.state_dict(), model.state_dict()) == []
     assert (1, "grad16", "grad32") in carried
+
+
+def test_a_sum_is_not_changed_under_the_update_that_is_made_of_it(folder, monkeypatch):
+    found, work = [], StreamLane._work
+    for seconds in (0, 0.02):
+        monkeypatch.setattr(
+            StreamLane, "_work", lambda lane, tile, s=seconds: (time.sleep(s), work(lane, tile))
+        )
+        torch.manual_seed(0)
+        with Init(nvme=folder, host_memory="2MiB"):
+            model = nn.Sequential(nn.Embedding(256, 256))
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        loss = model(torch.arange(256)).float().square().sum()
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+        optimizer.step()
+        loss.backward(retain_graph=True)  # to the same gradient, while the step is being applied
+        found.append((model.state_dict(), optimizer.state_dict()["state"]))
+    assert differences(*found) == []

@@ -1,5 +1,6 @@
 """Every optimizer makes its recipe's steps, on every record. Trusted: reference_steps, plain torch."""
 
+import contextlib
 import copy
 
 import pytest
@@ -323,3 +324,28 @@ def test_an_optimizer_that_is_made_again_takes_over_as_in_torch(folder, kinds, f
     for one, state in zip(ours.parameters(), recipe.state.values(), strict=True):
         assert torch.equal(engine.parameters.read(one, ["master"])[0], state["master"])
         assert second.state[one]["step"] == 2 + (not fresh)
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_a_learning_rate_in_a_tensor_counts_as_it_is_at_step(folder, speculate):
+    weights = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        with (
+            infinity.Init(nvme=folder, host_memory="1MiB", dtype="fp32") if ours else contextlib.nullcontext()
+        ):
+            layer = torch.nn.Linear(64, 64)
+        lr = torch.tensor(1e-2)
+        if ours:
+            kind = torch.optim.RMSprop
+            optimizer = infinity.wrap_optimizer(kind, layer.parameters(), lr=lr, speculate=speculate)
+        else:
+            optimizer = torch.optim.RMSprop(layer.parameters(), lr=lr, foreach=False)
+        for _ in range(3):
+            layer(torch.ones(1, 64)).square().sum().backward()
+            lr.mul_(0.5)
+            optimizer.step()
+            lr.mul_(0.5)
+            optimizer.zero_grad()
+        weights.append({name: one.clone() for name, one in layer.state_dict().items()})
+    assert all(torch.equal(weights[0][name], one) for name, one in weights[1].items())
