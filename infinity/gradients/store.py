@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -19,6 +19,7 @@ from infinity import kernels
 from infinity.device.device import Device, Download
 from infinity.errors import HostMemoryError, UnsupportedError
 from infinity.gradients.gradient import Form, Gradient, applied_message, total_of
+from infinity.gradients.in_flight import at_once
 from infinity.gradients.reduction import Reducers, Reduction
 from infinity.gradients.spilling import Outbound, plan_spill
 from infinity.lane.lane import StreamLane
@@ -102,7 +103,7 @@ class GradientStore:
 
     def open(self, budget: Budget, units: Sequence[Unit]) -> None:
         """Prepare for the gradients of `units`, which come only later."""
-        self._at_once = _at_once(units, budget.outgoing_nbytes)
+        self._at_once = at_once(units, budget.outgoing_nbytes)
         if self._reduction is not None:
             self._reduction.open(units)
         self._device.room_for_downloads(self._kept)  # the outgoing share's are made ahead
@@ -585,18 +586,3 @@ def _let_go(leases: Sequence[Lease | None], parts: dict[int, SpillPart]) -> None
     for part in parts.values():
         part.let_go()
     end_all(leases)
-
-
-def _at_once(units: Sequence[Unit], outgoing_nbytes: int) -> dict[int, int]:
-    """Return, by their bytes, how many gradients may be on their way at once, each unit's with its values:
-    those of one unit, and of as many more as the outgoing share holds.
-    """
-    sizes = []
-    for unit in units:
-        width = unit.flat.dtype.itemsize
-        whole = width * unit.record.shard.numel  # the values that an update in the backward starts from
-        sizes.append(Counter([whole, *(segment.numel * width for segment in unit.layout.segments)]))
-    largest = max((sum(size * count for size, count in one.items()) for one in sizes), default=0)
-    rounds = 1 + outgoing_nbytes // max(largest, 1)
-    total = sum(sizes, Counter[int]())
-    return {size: min(total[size], rounds * max(one[size] for one in sizes)) for size in total}
