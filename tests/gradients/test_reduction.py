@@ -145,7 +145,7 @@ def test_a_stored_gradient_of_a_unit_in_the_open_bucket_is_summed_before_a_furth
     _, lane, share, _ = opened()
     device = types.SimpleNamespace(**vars(HOST), room_for_downloads=lambda _: None)
     ranks = types.SimpleNamespace(size=2, least=lambda value, _: value)
-    peers = types.SimpleNamespace(ranks=ranks, reduces=lambda _: lane)
+    peers = types.SimpleNamespace(ranks=ranks, coding=None, reduces=lambda _: lane)
     residency = types.SimpleNamespace(share_of_steps=lambda _: 1.0)
     store = GradientStore(
         *(lane, device, Ledger(1 << 20), None, share, residency, None, ranks, None, peers),
