@@ -4,9 +4,9 @@ Faked: the Ctrl-C, a KeyboardInterrupt that a call raises.
 
 import pytest
 import torch
-from torch import nn
 
 import infinity
+from deep import WIDTH, Deep
 from infinity import AdamW, Init
 from infinity.gradients import speculation
 from infinity.lane.ahead import AheadPass
@@ -18,19 +18,7 @@ from parity import differences, engine_in
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
-WIDTH, LAYERS = 256, 4
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.1, "max_norm": 1e9}
-
-
-class Deep(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
 
 
 class Both:

@@ -12,6 +12,7 @@ from torch import nn
 
 import infinity
 import models
+from deep import LAYERS, WIDTH, Deep
 from infinity import SGD, AdamW, Init, UnsupportedError, stats
 from infinity.aio import StorageFullError
 from infinity.gradients.speculation import why_never
@@ -21,21 +22,10 @@ from parity import build_both, differences, engine_in
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
-WIDTH, LAYERS, UNITS = 256, 4, 4
+UNITS = LAYERS
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.1}
 NEVER = 1e9  # a norm that is never reached
 HI_PINNED = "2MiB"  # a budget with room for some of hi; that of the others has none
-
-
-class Deep(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
 
 
 class Both:
