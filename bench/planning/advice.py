@@ -212,6 +212,8 @@ def _smaller(question: Question) -> Iterator[tuple[str, dict[str, Any], int | No
             yield f"--state-dtype {state_dtype}", {"state_dtype": state_dtype}, None
     if setting.durable:
         yield "no --durable", {"durable": False}, None
+    if setting.speculate and not setting.durable:
+        yield "no --speculate", {"speculate": False}, None
     sequences = method.tokens // method.sequence
     for part in (2, 8, 64):
         if sequences >= part:

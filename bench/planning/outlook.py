@@ -195,6 +195,9 @@ def _assumed(one: Planned, options: argparse.Namespace) -> list[tuple[str, str]]
         lines.append(("NVMe of each machine", f"{speeds} ({source})"))
     if setting.durable:
         lines.append(("durable", "every record is stored twice"))
+    if setting.speculate:
+        twice = "" if setting.durable else "every record is stored twice; "
+        lines.append(("speculate", f"{twice}seconds are those without it"))
     if setting.expert_parallel > 1:
         lines.append(("experts", _divided(one)))
     lines += [

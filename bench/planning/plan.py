@@ -195,6 +195,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--units", choices=("module", "block", "auto"), default="module", help=units)
     cuts.add_argument(add)
     add("--durable", action="store_true", help="steps are committed: every record is stored twice")
+    ahead = "AdamW(speculate=True): every record is stored twice; seconds are those without it"
+    add("--speculate", action="store_true", help=ahead)
     add("--no-nvme", action="store_true", help="keep all state in host memory")
     seconds = "of forward and backward of a step, in the place of --compute"
     add("--compute-seconds", type=_rate, metavar="S", help=seconds)
@@ -357,6 +359,7 @@ def _plan_one(
         expert_parallel=chosen.expert_parallel,
         local_ranks=chosen.local_ranks,
         durable=chosen.durable,
+        speculate=chosen.speculate,
         units=chosen.units,
         quantized_weights=chosen.quantized_weights,
         quantized_gradients=chosen.quantized_gradients,

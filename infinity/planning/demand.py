@@ -46,7 +46,7 @@ class Demand:
     """Bytes of NVMe in a step, by field and direction ("read", "written")."""
     nvme_nbytes: int
     """The most that is ever on NVMe: in the first step, before anything is pinned. Both generations of a
-    durable run, and offloaded activations, are counted.
+    durable run and of speculative updates, and offloaded activations, are counted.
     """
     stored_gradients_nbytes: int
     """Of `nvme_nbytes`, places of gradients that wait there for their update."""
@@ -492,7 +492,8 @@ def _moved(
 def _stored(sizes: _Sizes, setting: Setting, budget: Budget) -> int:
     if not setting.nvme:
         return 0
-    return (2 if setting.durable else 1) * sizes.fields(sizes.schema.fields, budget.tile_numel)
+    generations = 2 if setting.durable or setting.speculate else 1
+    return generations * sizes.fields(sizes.schema.fields, budget.tile_numel)
 
 
 def _stored_gradients(outline: Outline, sizes: _Sizes, setting: Setting, spills: Spills) -> int:

@@ -32,6 +32,8 @@ class Setting:
     """That share one machine: its NVMe, and its memory."""
     durable: bool = False
     """Whether steps are committed, which keeps every record twice."""
+    speculate: bool = False
+    """Whether updates are made before step() decides them, which keeps every record twice, too."""
     units: str = "module"
     """What is fetched and used together: see Config."""
     quantized_weights: str | None = None
@@ -50,6 +52,7 @@ class Setting:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")
         self._check_activations()
         self._check_ranks()
+        self._check_speculation()
         if self.update not in ("forward", "backward"):
             raise ConfigError(f'update={self.update!r}: expected "forward" or "backward"')
         if self.update == "backward" and self.micro_batches > 1:
@@ -67,6 +70,12 @@ class Setting:
             raise ConfigError('update="backward" with fp16 would apply overflows: update="forward"')
         if self.dtype != "bf16" and self.state_dtype != "fp32":
             raise ConfigError(f'state_dtype={self.state_dtype!r} goes with dtype="bf16", not {self.dtype!r}')
+
+    def _check_speculation(self) -> None:
+        if self.speculate and self.update == "backward":
+            raise ConfigError('speculate with update="backward", where nothing is foreseen: update="forward"')
+        if self.speculate and self.ranks > 1:
+            raise ConfigError(f"speculate on {self.ranks} ranks: updates are made ahead on one rank alone")
 
     def _check_ranks(self) -> None:
         for name, known in (("quantized_weights", ("int8",)), ("quantized_gradients", tuple(BITS))):
@@ -93,6 +102,7 @@ class Setting:
         for name, asked in (
             ('offload_activations="nvme"', self.method.offload == "nvme"),
             ("durable", self.durable),
+            ("speculate", self.speculate),
         ):
             if asked and not self.nvme:
                 raise ConfigError(f"{name} needs a folder on NVMe: leave one of the two out")

@@ -169,12 +169,7 @@ def open_with_stages(
             f"pipeline_group has {others.size} of {world} ranks: say which ranks share this stage, too, by "
             'process_group=mesh["dp"]'
         ) * (others.size < world)
-    if wrong or (durable and others.size > 1):
-        ranks.close()
-        others.close()
-        raise ConfigError(wrong or _NOT_DURABLE)
-    ranks.share_machine(others)
-    ranks.closing.append(others.close)
+    _keep_open(ranks, others, wrong, durable=durable)
     return ranks, Stages(ranks, others, durable=durable)
 
 
@@ -191,10 +186,18 @@ def _open_with_mesh(
         f"mesh and pipeline_group have ranks {both} in common. mesh is of the ranks that share a stage "
         '(mesh["dp", "tp"]), pipeline_group of one rank of each stage (mesh["pp"])'
     ) * (len(both) > 1)
+    _keep_open(ranks, others, wrong, durable=durable)
+    return ranks, Stages(everyone, others, durable=durable, mesh=mesh)
+
+
+def _keep_open(ranks: Ranks, others: Ranks, wrong: str, *, durable: bool) -> None:
+    """Let the connection to the other stages end with that of `ranks`.
+
+    Raises: ConfigError if something is `wrong`, or the stages of a durable run are several; both are closed.
+    """
     if wrong or (durable and others.size > 1):
         ranks.close()
         others.close()
         raise ConfigError(wrong or _NOT_DURABLE)
     ranks.share_machine(others)
     ranks.closing.append(others.close)
-    return ranks, Stages(everyone, others, durable=durable, mesh=mesh)

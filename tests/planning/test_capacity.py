@@ -65,6 +65,17 @@ def test_a_durable_run_needs_twice_the_space_of_its_records():
     assert "no --durable" in [idea.change for idea in ideas(planned)]
 
 
+def test_updates_made_ahead_need_a_second_place_for_each_record_once():
+    plain, ahead, durable, both = (
+        need(asked(**changes), "NVMe").nbytes
+        for changes in ({}, {"speculate": True}, {"durable": True}, {"speculate": True, "durable": True})
+    )
+    assert ahead == durable == both == 2 * plain
+    planned = asked(machine=Capacity(nvme_nbytes=(plain + ahead) // 2), speculate=True)
+    assert not planned.fits
+    assert "no --speculate" in [idea.change for idea in ideas(planned)]
+
+
 def test_activations_over_the_device_memory_are_refused():
     outline = published("llama-3-70b")
     planned = asked(
@@ -175,6 +186,9 @@ def test_a_model_that_is_smaller_than_its_budget_takes_what_it_needs():
         {"offload": "disk"},
         {"offload": "nvme", "nvme": False},
         {"durable": True, "nvme": False},
+        {"speculate": True, "nvme": False},
+        {"speculate": True, "update": "backward"},
+        {"speculate": True, "ranks": 2},
         {"offload": "host", "checkpointing": False},
     ],
 )
