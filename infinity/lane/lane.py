@@ -279,7 +279,7 @@ class StreamLane:
             self._failure.check()
 
     def close(self) -> None:
-        """Stop after the transfers in flight; queued passes are dropped. Never raises."""
+        """Stop after the transfers in flight; passes that are queued are not run any more. Never raises."""
         with self.lock:
             self._stopping = True
             self.changed.notify_all()
@@ -336,7 +336,7 @@ class StreamLane:
         if self._reading:
             tile = self._next()
             if tile is not None:
-                self._work(tile)
+                self._work_on(tile)
         elif self._writing and not self._given and (self._ends_by_itself() or self._has_waited()):
             self._reap(block=True)
         else:  # what an accelerator copies may be behind all that computes: other work is not to wait for it
@@ -472,6 +472,13 @@ class StreamLane:
         self._reading.append(tile)  # first: what has begun is waited for, even if the next cannot begin
         tile.begin_reads(window)
 
+    def _work_on(self, tile: LaneTile) -> None:
+        try:
+            self._work(tile)
+        except BaseException:
+            self._reading.append(tile)  # its other transfers are waited for, before its memory is given back
+            raise
+
     def _work(self, tile: LaneTile) -> None:
         """Wait for a tile's reads, and have its work done."""
         began = time.perf_counter()
@@ -522,7 +529,8 @@ class StreamLane:
         """Give back the slots of tiles whose writes are over; with `block`, wait for the oldest."""
         if block:
             started = time.perf_counter()
-            self._end(self._writing.popleft())
+            self._end(self._writing[0])
+            self._writing.popleft()
             self.times.spent(write_wait_s=time.perf_counter() - started)
         under_way: deque[LaneTile] = deque()
         for tile in self._writing:

@@ -40,6 +40,18 @@ def lane(request):
     lane.close()
 
 
+class Noting(FakeDisk):
+    """Keeps the transfers that it has begun."""
+
+    def __init__(self, seed, fail_at):
+        super().__init__(seed, fail_at=fail_at)
+        self.begun = []
+
+    def _begin(self, copy, what, owner):
+        self.begun.append(super()._begin(copy, what, owner))
+        return self.begun[-1]
+
+
 class Update(WritePass):
     """A pass that a worker computes."""
 
@@ -190,7 +202,8 @@ def test_a_pass_that_takes_all_slots_itself_does_not_lack_any(seed):
 @pytest.mark.parametrize("fail_at", range(1, 25))
 def test_an_error_of_any_transfer_reaches_who_waits_and_nothing_hangs(fail_at, seed):
     lane = StreamLane(Pool(TILE * 16, 3))
-    record = record_on(FakeDisk(seed, fail_at=fail_at), [3 * TILE])
+    disk = Noting(seed, fail_at=fail_at)
+    record = record_on(disk, [3 * TILE])
     values = torch.randn(3 * TILE)
     with pytest.raises(OSError, match=r"layers\.3\.(hi|lo): injected"):
         for _ in range(3):
@@ -204,6 +217,8 @@ def test_an_error_of_any_transfer_reaches_who_waits_and_nothing_hangs(fail_at, s
     with pytest.raises(EngineFailedError, match="injected"):
         lane.submit(ReadPass(record, 0, TILE, {"master": torch.empty(3 * TILE)}))
     lane.close()
+    assert len(disk.begun) >= fail_at
+    assert [one for one in disk.begun if not one.waited_for] == [], "their memory is given back now"
 
 
 def test_bytes_that_changed_on_the_disk_are_never_handed_out(seed):

@@ -19,7 +19,7 @@ class _Transfer:
         self._owner = owner  # keeps the memory alive, as a Request says
         self._ready = time.monotonic() + delay_s
         self._lock = threading.Lock()
-        self._over = False
+        self._over = self.waited_for = False
         self.began_s, self.ended_s = time.perf_counter(), time.perf_counter() + delay_s
 
     @property
@@ -28,6 +28,7 @@ class _Transfer:
 
     def wait(self, timeout_s=None):
         time.sleep(max(0.0, self._ready - time.monotonic()))
+        self.waited_for = True
         if self._error is not None:
             raise self._error
         with self._lock:
