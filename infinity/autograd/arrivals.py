@@ -5,13 +5,14 @@
    to host memory; of several ranks each keeps its own first (`Reduction.arrive`). `p.grad` becomes an
    `OffloadedGradient`, which owns what is stored.
 2. When the last gradient of a unit has come, the ranks sum theirs (`Reduction.reduce`). Then, with
-   update="backward", the optimizer decides, and a pass over the record applies the update at once
-   (`GradientStore.apply`). Else gradients stay in host memory as far as the budget's kept share has room, and
-   a `SpillPass` writes the others to the record, as the field grad16 or grad32 (`GradientStore.settle`).
+   update="backward", the optimizer decides, and a pass over the record, queued there and then, applies the
+   update (`GradientStore.apply`). Else gradients stay in host memory as far as the budget's kept share has
+   room, and a `SpillPass` writes the others to the record, as the field grad16 or grad32
+   (`GradientStore.settle`).
 3. step() puts an update, with the gradient's tensor or field, with its unit (`_decide` in optim/base.py), and
    begins the first fetches of the next step (`Engine.close_step`). A unit's next fetch takes its update and
    computes hi, lo, m and v, tile by tile (lane/fetch.py); the lane writes each tile that was worked on
-   (`_work` in lane/lane.py).
+   (`_begin_writes` in lane/lane.py).
 
 [Note: gradients of experts on other ranks]
 Where ranks divide experts, autograd brings gradients of a rank's own experts to it alone. `p.grad` is there

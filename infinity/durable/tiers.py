@@ -15,7 +15,7 @@ NvmeTier = Durable | NvmeStore | StripedStore
 """What an engine closes at its end."""
 
 
-def open_tier(
+def open_nvme_tier(
     config: Config, folders: Sequence[str], sharers: int, ranks: Ranks, tile_numel: int
 ) -> tuple[Durable | None, NvmeStore | StripedStore | None]:
     """Open the NVMe tier of a configuration: (its commits, its store), None for each that it does not have.

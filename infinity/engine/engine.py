@@ -30,7 +30,7 @@ from infinity.config.settings import Config
 from infinity.device.device import choose_cores, choose_device, open_device
 from infinity.device.room import note_download
 from infinity.durable.committer import TrainingStateSource
-from infinity.durable.tiers import open_tier
+from infinity.durable.tiers import open_nvme_tier
 from infinity.engine.ending import Ending
 from infinity.engine.expert_ranks import DividedExperts, ExpertRanks
 from infinity.engine.foresight import NONE, Foresight, foresight_of
@@ -116,7 +116,9 @@ class Engine:
         self.kept = Ledger(self.budget.kept_nbytes)
         self.host_store = HostStore(self.kept, self.device)
         mine = of_rank(config.nvme_folders, self.ranks.local_rank, self.ranks.local_size)
-        self.durable, self.nvme_store = open_tier(config, *mine, self.stages.everyone, self.budget.tile_numel)
+        self.durable, self.nvme_store = open_nvme_tier(
+            config, *mine, self.stages.everyone, self.budget.tile_numel
+        )
         self.store: Store = self.durable.store if self.durable else self.nvme_store or self.host_store
         self.lane = self._open_lane()
         self.outgoing_share = OutgoingShare(self.device, self.timeline)
@@ -310,7 +312,7 @@ class Engine:
         largest = max((unit.resident_nbytes for unit in self.units), default=0)
         self.budget = divide(self.budget.total_nbytes, largest, self.schema, on_device=self._on_device)
         self.kept.resize(self.budget.kept_nbytes)
-        self.tier = self._open_tier(largest)
+        self.tier = self._open_device_tier(largest)
         ahead = self.tier.budget.window_nbytes if self.tier is not None else self.budget.ahead_nbytes
         if whole := self.config.stage < 3:
             ahead = sum(unit.resident_nbytes for unit in self.units)
@@ -394,7 +396,7 @@ class Engine:
         for whole in module.wholes().values():
             self.arrivals.have_slices(whole.pieces())
 
-    def _open_tier(self, largest_nbytes: int) -> DeviceTier | None:
+    def _open_device_tier(self, largest_nbytes: int) -> DeviceTier | None:
         """Divide the memory of an accelerator; None where the CPU computes. Raises: DeviceMemoryError where
         the model cannot run in it.
         """

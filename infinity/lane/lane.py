@@ -95,8 +95,8 @@ class StreamLane:
         timeline: Timeline | None = None,
         cpus: Sequence[int] = (),
     ) -> None:
-        """Start it, on `cpus` if any; it owns `pool`. inline, apart: see [Note: passes without transfers] and
-        [Note: two lanes].
+        """Start it, on `cpus` if any; it owns `pool`. inline: a pass that moves nothing is run by the thread
+        that submits it. apart: see [Note: two lanes].
         """
         self.lock = threading.RLock()  # entered as a lock, in C; a Ctrl-C in Condition's own methods keeps it
         """Guards all units' state."""
@@ -124,8 +124,8 @@ class StreamLane:
     # What other threads call
 
     def submit(self, job: Pass, *, urgent: bool = False) -> None:
-        """Queue a pass; `urgent` puts it, and older passes over the same record, in front. Or run it: see
-        [Note: passes without transfers].
+        """Queue a pass; `urgent` puts it, and older passes over the same record, in front. A pass that moves
+        nothing is run here and now, where the lane was made so (inline).
         """
         if (job.only_uploads and self._uploaded_here(job)) or self._queued(job, urgent=urgent):
             return

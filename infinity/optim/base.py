@@ -355,7 +355,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
     ) -> Update:
         field = gradient.field if gradient.form is Form.SPILLED else None
         tensor = gradient.tensor if field is None else None
-        holder = None if place.engine.device.is_host else gradient
+        holder = None if tensor is None else gradient
         there = field is None and gradient.on_device
         scalars, key = decided
         return Update(scalars, tensor, field, key, gradient.arriving, missed, recipe, holder, there)

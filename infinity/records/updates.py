@@ -30,9 +30,7 @@ class Update(NamedTuple):
     missed: tuple[tuple[Any, int], ...] = ()
     recipe: Recipe = ADAMW
     holder: object = None
-    """What the budget's bytes of `tensor` are charged to, on an accelerator, where they are page-locked:
-    p.grad may be gone before the update is applied.
-    """
+    """What the budget's bytes of `tensor` are charged to: p.grad may be gone before the update is applied."""
     on_device: bool = False
     """Whether `tensor` is on the accelerator, as those of units that live there."""
     after: tuple[tuple[Any, int], ...] = ()

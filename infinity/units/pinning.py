@@ -3,8 +3,8 @@ units are used, and carried out.
 
 A field moves up without a transfer of its own: it gets a target, and the next pass that has all of it in
 memory leaves it there. It moves down by being written, between two steps or rounds, while no unit is in use.
-Whole records move to the device and back between steps alone: in rounds nothing is updated, so that these say
-nothing of what that is worth.
+Whole records move to the device and back between steps alone: what that saves shows in updates, and a round
+makes none.
 
 [Note: free room]
 How often a slice is used shows slowly, and the placement is decided seldom. Where host memory has room that

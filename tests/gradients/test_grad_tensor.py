@@ -262,3 +262,18 @@ def test_a_gradient_that_was_applied_cannot_be_changed(both):
     with pytest.raises(UnsupportedError, match=r'clamp_.*update="forward"'):
         ours[2].weight.grad.clamp_(-1, 1)
     optimizer.step()
+
+
+def test_the_budget_counts_what_updates_keep_of_gradients_after_zero_grad():
+    plain, model = build_both(build)
+    _, optimizer = optimizers(plain, model)
+    engine = engine_in(model)
+    before = engine.kept.held_nbytes
+    backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    waiting = [update.tensor.nbytes for unit in engine.units for update in unit.pending.values()]
+    assert sum(waiting) > 0
+    assert engine.kept.held_nbytes == before + sum(waiting)
+    model(torch.zeros(1, 12, dtype=torch.bfloat16))
+    assert engine.kept.held_nbytes == before
