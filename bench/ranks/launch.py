@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import tempfile
@@ -18,6 +17,7 @@ from typing import IO, Any
 
 from infinity.bench.engine import contestant
 from infinity.bench.engine.runs import SHAPES, Environment, Model, RunError, counts
+from infinity.bench.ports import free_port
 from infinity.cli.interrupted import held_back
 
 LOOKS_S = 0.2
@@ -122,9 +122,7 @@ def _text(file: IO[bytes]) -> str:
 
 def _group(ranks: int) -> dict[str, str]:
     """Return the environment of a group on this machine, but for the rank."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    port = free_port()
     sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     return {**sizes, **address, "OMP_NUM_THREADS": "1"}

@@ -10,7 +10,7 @@ Then the model is refused with the smallest host_memory that works, or with the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -61,16 +61,17 @@ class Overflow:
         Raises: HostMemoryError with the smallest host_memory that works; aio.StorageFullError with the space
         that the model needs.
         """
-        if self._first is None:
-            return
         trained = [
             (record, any(one.requires_grad for one in parameters)) for record, parameters in model.items()
         ]
-        if self._full is not None:
+        if self._full is not None and self._first is not None:
             raise self._refused_by_disk(self._first, self._full, trained)
+        where = self._where(self._first) if self._first is not None else self._beside_uses(model)
+        if not where:
+            return
         frozen = [(record, False) for record, _ in trained]
         raise HostMemoryError(
-            f"{self._where(self._first)}. The smallest host_memory that works is "
+            f"{where}. The smallest host_memory that works is "
             f"{self._least(built, trained)} with AdamW ({self._least(built, frozen)} without an optimizer); "
             "or give Config a folder on NVMe (nvme=...)."
         )
@@ -126,6 +127,24 @@ class Overflow:
             f"{format_size(self._held_nbytes)} were taken"
         )
 
+    def _beside_uses(self, model: Mapping[Record, Sequence[nn.Parameter]]) -> str:
+        """Say that weights which had room while the model was built have none beside the layers in use; ""
+        where they have.
+        """
+        engine = self._engine
+        if engine.nvme_store is not None:
+            return ""
+        largest, on_device = _largest_nbytes(model), not engine.device.is_host
+        share = divide(engine.budget.total_nbytes, largest, engine.schema, on_device=on_device).kept_nbytes
+        held = engine.kept.held_nbytes
+        if held <= share:
+            return ""
+        return (
+            f"the model's weights, {format_size(held)}, do not fit host memory: without an NVMe tier they "
+            f"stay there, and beside layers in use (the largest has {format_size(largest)}) "
+            f"host_memory={format_size(engine.budget.total_nbytes)} leaves {format_size(share)} for them"
+        )
+
     def _least(self, built: Sequence[Record], model: Sequence[tuple[Record, bool]]) -> str:
         engine = self._engine
         least = _least_total(built, model, engine.schema, on_device=not engine.device.is_host)
@@ -150,8 +169,13 @@ def _least_total(
         rest = needed([record for record, trained in model if not trained], building)
         return needed(built, building) <= building.kept_nbytes and learn + rest <= training.kept_nbytes
 
-    largest = max((record.schema.width * record.unit_layout.numel for record, _ in model), default=0)
+    largest = _largest_nbytes(record for record, _ in model)
     return least_that(holds, schema)
+
+
+def _largest_nbytes(records: Iterable[Record]) -> int:
+    """Return what the largest unit takes while it is used."""
+    return max((record.schema.width * record.unit_layout.numel for record in records), default=0)
 
 
 def _stored_nbytes(record: Record, budget: Budget, *, trained: bool) -> int:

@@ -8,7 +8,6 @@ import itertools
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import torch
 
 import models
 from children import Child
+from infinity.bench.ports import free_port
 from places import SUPPORT
 
 
@@ -126,10 +126,8 @@ def python(*arguments, **options):
 
 def python_of_ranks(ranks, *arguments, **options):
     """Do what `torchrun ARGUMENTS` does on so many ranks, as Programs; return each rank's end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    of_all = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    of_all = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, **group}
     options = {"limit_s": 280.0, **of_all, **options}
     team = [Program(*arguments, **options, RANK=rank, LOCAL_RANK=rank) for rank in range(ranks)]
     return [one.end() for one in team]

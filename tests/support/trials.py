@@ -12,7 +12,6 @@ import json
 import os
 import random
 import signal
-import socket
 import struct
 import threading
 import time
@@ -28,6 +27,7 @@ from children import Child, ended
 from infinity import CheckpointError, CorruptionError, EngineFailedError, HostMemoryError
 from infinity import aio as product_aio
 from infinity.aio import faults
+from infinity.bench.ports import free_port
 from infinity.durable.folder import RunFolder
 from infinity.storage import nvme
 from infinity.storage.nvme import NvmeStore
@@ -124,9 +124,7 @@ class Team:
 
 def together(folder, ranks, before=lambda _rank: None, steps=STEPS, **settings):
     """Start ranks of one durable training; `before` is called in each first."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
 
     def rank(number):
         def work(say):
