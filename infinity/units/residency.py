@@ -205,8 +205,10 @@ class UnitResidency(Residency[Unit, UpdatePass]):
 
     def _sizes(self, nbytes: Callable[[Unit], int]) -> list[int]:
         """Return the bytes of each unit that a plan has, or names: no slices, unless a device has them."""
-        found = {one.index: nbytes(one) for one in (self._layers.others if self._on_host else self.units)}
-        return [found.get(index, 0) for index in range(len(self.units))]
+        sizes = [0] * len(self.units)
+        for one in self._layers.others if self._on_host else self.units:
+            sizes[one.index] = nbytes(one)
+        return sizes
 
     def _never_fetched(self, unit: Unit) -> bool:
         """Whether a use of the unit moves nothing: its values are in place, and either its whole record is in

@@ -15,7 +15,7 @@ from covers import matrix
 from infinity import AdamW, Init, tiling
 from infinity.engine.engine import engine_of_model
 from infinity.errors import ConfigError
-from infinity.optim import base as optim
+from infinity.optim import missed as optim
 from infinity.planning import tile_size
 from infinity.reference import ReferenceAdamW, prepare
 from parity import repeatable
