@@ -398,7 +398,9 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         """Begin to fetch the routed units that a layer is about to use, in this order. again: a backward may
         use them once more.
         """
-        if again and phase is Phase.FORWARD:
+        if phase is Phase.BACKWARD:
+            self._layers.recomputed(units)
+        elif again:
             self._layers.announced(units)
         for call in self.before_routed_fetch if phase is Phase.FORWARD else ():
             for unit in units:

@@ -89,6 +89,36 @@ def test_experts_train_one_by_one_with_the_bits_of_the_recipe(folder, name, how,
     models.assert_same_state(ours, optimizer, plain, reference)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    *matrix(
+        together=1,
+        name=list(models.OF_EXPERTS),
+        memory=["1MiB", "4MiB", "64MiB"],
+        checkpoint=[None, "reentrant", "non-reentrant"],
+    )
+)
+def test_twenty_steps_have_the_bits_of_whole_fetching_and_of_the_recipe(folder, name, memory, checkpoint):
+    plain = models.prepared_of_experts(name)
+    reference = ReferenceAdamW(plain.parameters(), **SETTINGS)
+    runs = [(plain, reference)]
+    for experts in ("slices", "whole"):
+        (folder / experts).mkdir()
+        with Init(nvme=folder / experts, host_memory=memory, experts=experts):
+            model = models.of_experts(name)
+        runs.append((model, AdamW(model.parameters(), **SETTINGS)))
+    losses = []
+    for model, optimizer in runs:
+        if checkpoint is not None:
+            models.checkpointed(model, checkpoint == "reentrant")
+        losses.append(train(model, optimizer, 20, length=4))
+    assert losses[0] == losses[1] == losses[2]
+    assert len(slices_of(runs[1][0])) >= 12
+    assert slices_of(runs[2][0]) == []
+    for ours, optimizer in runs[1:]:
+        models.assert_same_state(ours, optimizer, plain, reference)
+
+
 def test_whole_fetching_has_the_same_bits_and_keys(folder):
     runs = []
     for experts in ("slices", "whole"):

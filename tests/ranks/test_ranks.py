@@ -22,6 +22,7 @@ EXACT = [
     "mixtral",
     "experts",
     "experts, checkpointed",
+    "experts, 20 steps",
     "max_norm",
     "clip_grad_norm_",
     "accumulated",

@@ -148,6 +148,7 @@ def mean_of_sums(model):
 def compare(
     name,
     *,
+    steps=3,
     micro=1,
     once=False,
     clip=None,
@@ -176,7 +177,7 @@ def compare(
         kind = infinity.AdamW if ours else ReferenceAdamW
         optimizer = kind(trained, **{key: one for key, one in options.items() if ours or key != "update"})
         torch.manual_seed(100 + dist.get_rank())  # of dropout: each rank draws its own
-        losses = train(model, optimizer, micro=micro, once=once, clip=clip, edits=edits)
+        losses = train(model, optimizer, steps=steps, micro=micro, once=once, clip=clip, edits=edits)
         shown.append({"losses": losses, **model.state_dict(), **state_of(optimizer, model)})
     expected, actual = shown
     assert expected.keys() == actual.keys()
@@ -487,8 +488,9 @@ CASES = {
     "dropout": lambda: compare("gpt2-dropout"),
     "mixtral": lambda: compare("mixtral"),
     "experts": lambda: compare("experts", **NVME),
+    "experts, 20 steps": lambda: compare("experts", steps=20, **NVME),
     "experts, checkpointed": lambda: compare(
-        "experts", checkpoint="not", options={"update": "backward"}, **NVME
+        "experts", steps=20, checkpoint="not", options={"update": "backward"}, **NVME
     ),
     "max_norm": lambda: compare("llama", options={"max_norm": 0.5}),
     "clip_grad_norm_": lambda: compare("gpt2", clip=0.5),
