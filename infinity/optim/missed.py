@@ -222,6 +222,7 @@ class MissedSteps:
         self._known: Hashable = None
         self._in_use: list[Stack] = []
         self._begins: list[tuple[Stack, Slice]] = []
+        self._all_told = True
 
     def know(
         self,
@@ -242,9 +243,11 @@ class MissedSteps:
                 self._of.update((id(one), stack) for one in stack)
 
     def tell_all(self) -> None:
-        """Tell all slices what they have missed."""
-        for stack in self._stacks:
-            stack.tell_all()
+        """Tell all slices what they have missed; often called where there is nothing to tell."""
+        if not self._all_told:
+            for stack in self._stacks:
+                stack.tell_all()
+            self._all_told = True
 
     def look(self, found: Collection[int]) -> list[Slice]:
         """Return the slices that begin to miss steps, in a step that gives these parameters, by id(),
@@ -267,6 +270,7 @@ class MissedSteps:
         """
         for stack in self._in_use:
             stack.keep_options(step, options_of)
+        self._all_told = False
         for stack, one in self._begins:
             stack.begin(one)
         for stack in self._in_use:
