@@ -260,8 +260,8 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             if id(one.parameter) not in self._begun or one.unit.record.in_files is not None:
                 self.make_room(one.place.engine, one.parameter)
             one.unit.values_changed()
-        self._missed.note(MissedStep(clip, self.seed), self._options_of)
-        self._decided.difference_update([one.unit for one in begin if one.unit.owes_all])
+        begun = self._missed.note(MissedStep(clip, self.seed), self._options_of)
+        self._decided.difference_update([one.unit for one in begun if one.unit.owes_all])
 
     def _options_of(self, parameter: nn.Parameter) -> tuple[Recipe, dict[str, Any]]:
         return self.recipe_of(parameter), self.param_groups[self.mine[id(parameter)].group]

@@ -118,15 +118,19 @@ class Stack:
     def _now(self) -> int:
         return self._dropped + len(self._steps)
 
-    def level(self, found: Container[int]) -> list[Slice]:
-        """Return the trained slices that are level and begin to miss steps. found: the id() of each parameter
-        that has a gradient.
-        """
+    def tell_frozen(self) -> None:
+        """Have slices be level that are trained no more: they miss nothing while they are frozen."""
         with torch._C.DisableTorchFunctionSubclass():  # whether it is trained is no value: no guard is asked
             if not all(map(_trained, self._parameters)):
                 for number, one in enumerate(self._slices):
                     if number in self._since and not one.parameter.requires_grad:
-                        one.unit.pending  # noqa: B018 - tells it: it misses nothing while it is frozen
+                        one.unit.pending  # noqa: B018 - tells it
+
+    def level(self, found: Container[int]) -> list[Slice]:
+        """Return the trained slices that are level and have no gradient in a step. found: the id() of each
+        parameter that has one.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
             level = [self._slices[number] for number in self._level]
             return [one for one in level if id(one.parameter) not in found and one.parameter.requires_grad]
 
@@ -146,10 +150,9 @@ class Stack:
             since = self._since.get(self._numbers[id(parameter)], self._now)
             step.keep(group, *options_of(parameter), count + 1 + self._now - since)
 
-    def begin(self, one: Slice) -> None:
-        """Have a level slice miss all steps from the next one noted on."""
+    def begin(self, one: Slice, before: Update | None) -> None:
+        """Have a level slice miss all steps from the next one noted on. before: what is pending for it."""
         number, now, limit = self._numbers[id(one.parameter)], self._now, most_misses(one.unit)
-        before = one.unit.pending.get(one.index)
         waits = 0.0 if before is None else before.misses
         more = int(limit - waits) if one.may_wait and waits < limit else 1
         self._due.setdefault(now + more, []).append((number, now))
@@ -221,7 +224,7 @@ class MissedSteps:
         self._of: dict[int, Stack] = {}
         self._known: Hashable = None
         self._in_use: list[Stack] = []
-        self._begins: list[tuple[Stack, Slice]] = []
+        self._found: Collection[int] = ()
         self._all_told = True
 
     def know(
@@ -254,25 +257,34 @@ class MissedSteps:
         gradients.
         """
         hit = {self._of.get(one) for one in found}
-        self._in_use = [one for one in self._stacks if one in hit]
-        self._begins = [(stack, one) for stack in self._in_use for one in stack.level(found)]
-        return [one for _, one in self._begins]
+        self._found, self._in_use = found, [one for one in self._stacks if one in hit]
+        for stack in self._in_use:
+            stack.tell_frozen()
+        return [one for _, one in self._level()]
+
+    def _level(self) -> list[tuple[Stack, Slice]]:
+        return [(stack, one) for stack in self._in_use for one in stack.level(self._found)]
 
     def due(self) -> Iterator[Unit]:
         """Yield the units that are not to miss a further step."""
         for stack in self._stacks:
             yield from stack.due()
 
-    def note(self, step: MissedStep, options_of: Callable[[nn.Parameter], Any]) -> None:
-        """Note a step, after `look`. options_of: see Stack.
+    def note(self, step: MissedStep, options_of: Callable[[nn.Parameter], Any]) -> list[Slice]:
+        """Note a step, after `look`; return the slices that begin to miss steps, also those that were told
+        since then. options_of: see Stack.
 
         Raises: ValueError for options out of range.
         """
         for stack in self._in_use:
             stack.keep_options(step, options_of)
+        for _, one in self._level():
+            one.unit.pending  # noqa: B018 - tells the unit's other slices, too, which then begin as well
+        begin = [(stack, one, one.unit.pending.get(one.index)) for stack, one in self._level()]
         self._all_told = False
-        for stack, one in self._begins:
-            stack.begin(one)
+        for stack, one, before in begin:
+            stack.begin(one, before)
         for stack in self._in_use:
             stack.note(step)
-        self._in_use, self._begins = [], []
+        self._found, self._in_use = (), []
+        return [one for _, one, _ in begin]

@@ -19,36 +19,37 @@ OPTIONS = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "p
 
 class FakeUnit:
     def __init__(self, index, state_dtype="fp32", *, is_elsewhere=False):
-        self.index, self.parameters = index, [nn.Parameter(torch.zeros(1))]
+        self.index, self.parameters = index, [nn.Parameter(torch.zeros(1)) for _ in range(2)]
         schema = SimpleNamespace(state_dtype=state_dtype)
         self.record = SimpleNamespace(schema=schema, is_elsewhere=is_elsewhere)
-        self.told, self.owed = PendingUpdates(), None
+        self.told, self.owed = PendingUpdates(), {}
 
-    def owe(self, _index, owed):
-        self.owed = owed
+    def owe(self, index, owed):
+        self.owed[index] = owed
 
     @property
     def pending(self):
-        owed, self.owed = self.owed, None
-        if owed is not None:
-            owed.tell(self.told, self.parameters[0])
+        owed, self.owed = self.owed, {}
+        for index, one in owed.items():
+            one.tell(self.told, self.parameters[index])
         return self.told
 
 
-def sliced(*units, group=0, may_wait=True):
+def sliced(*units, index=0, may_wait=True):
     return [
-        Slice(one.parameters[0], one, 0, ParameterPlace(None, number, group), may_wait)
+        Slice(one.parameters[index], one, index, ParameterPlace(None, number, 0), may_wait)
         for number, one in enumerate(units)
     ]
 
 
 def noted(stack, *found, clip=1.0, options=OPTIONS, seed=3):
     """Note a step in which these units have gradients; return the units that begin to miss steps."""
-    begin = stack.level({id(one.parameters[0]) for one in found})
+    stack.tell_frozen()
     step = MissedStep(clip, seed)
     stack.keep_options(step, lambda _: (ADAMW, options))
+    begin = stack.level({id(one.parameters[0]) for one in found})
     for one in begin:
-        stack.begin(one)
+        stack.begin(one, one.unit.pending.get(0))
     stack.note(step)
     return [one.unit for one in begin]
 
@@ -175,6 +176,20 @@ def test_options_out_of_range_are_an_error_of_their_step():
     stack = Stack(sliced(used, unused), {})
     with pytest.raises(ValueError, match="lr"):
         noted(stack, used, options={**OPTIONS, "lr": -1.0})
+
+
+def test_slices_of_several_stacks_in_a_unit_miss_the_same_steps_though_they_are_told_in_the_middle_of_one():
+    used, unused, counts = FakeUnit(0), FakeUnit(1), {}
+    steps = MissedSteps()
+    steps.know(1, lambda: [sliced(used, unused), sliced(used, unused, index=1)], counts)
+    for number in range(4):
+        begin = steps.look(set(map(id, used.parameters)))
+        assert [(one.unit, one.index) for one in begin] == ([] if number else [(unused, 0), (unused, 1)])
+        if number == 2:
+            assert unused.pending[0].misses == 2
+        steps.note(MissedStep(1.0, 0), lambda _: (ADAMW, OPTIONS))
+    assert [unused.pending[index].misses for index in (0, 1)] == [4, 4]
+    assert [counts[one]["step"] for one in unused.parameters] == [4, 4]
 
 
 def test_other_stacks_than_before_are_followed_from_then_on_and_the_former_are_told():
