@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -69,6 +69,12 @@ class Updater(Protocol):
     def applied(self, parameter: nn.Parameter) -> bool:
         """Whether it has decided an update of a parameter in a backward since the last step."""
 
+    def steps_whole(self, parameter: nn.Parameter) -> bool:
+        """Whether its step of a parameter needs the whole matrix, of which each rank has a part."""
+
+    def units_with_gradients(self, arrivals: Arrivals) -> list[Unit]:
+        """Return the units of one engine, in order, of whose parameters any has a gradient."""
+
     def decide_now(self, gradient: Gradient) -> Update:
         """Decide the update of a gradient's parameter, which is applied in the backward."""
 
@@ -104,7 +110,8 @@ class Arrivals:
         self._meeting: MeetingOfRanks | None = None
         self._divided: list[tuple[Unit, int]] = []
         self._ranks: Ranks | None = None
-        self._slices: list[Sequence[nn.Parameter]] = []
+        self.stacks: list[Sequence[nn.Parameter]] = []
+        """The slices of each parameter that is kept in such."""
         self._units = units
         self._unit_of = unit_of
         self._hooks = hooks
@@ -304,20 +311,7 @@ class Arrivals:
 
     def have_slices(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take parameters as slices of one: see [Note: slices that are not used] in engine/routing.py."""
-        self._slices.append(parameters)
-
-    def slices_beside(self, found: Container[int]) -> list[tuple[nn.Parameter, Unit, int]]:
-        """Return the slices that have a gradient of zeros because others of the same stack have one in this
-        step, with their units and indices there. found: the id() of each parameter that has a gradient.
-        """
-        with torch._C.DisableTorchFunctionSubclass():  # whether it is trained is no value: no guard is asked
-            return [
-                (one, *self._unit_of(one))
-                for parameters in self._slices
-                if any(id(one) in found for one in parameters)
-                for one in parameters
-                if id(one) not in found and one.requires_grad
-            ]
+        self.stacks.append(parameters)
 
     def _may_wait(self, unit: Unit) -> bool:
         """Whether a unit's update needs no I/O, and no later use in this backward can add to its gradients.
@@ -330,11 +324,14 @@ class Arrivals:
 
     def _use_gradients(self, unit: Unit, updater: Updater | None) -> None:
         """Apply a complete unit's gradients, if no further use in this backward can bring more; else keep
-        them.
+        them. Matrices that the ranks orthogonalize together wait for the end of the backward where not all
+        ranks have used the unit, so that each knows of other uses.
         """
         outgoing = self._gradients.outgoing_of(unit)
+        together = self._meeting is not None and unit in self._meeting.chosen
         if (
             updater is not None
+            and not (together and any(map(updater.steps_whole, unit.parameters)))
             and self._hooks.used_once(unit)
             and all(
                 updater.has(unit.parameters[index]) and one.form is Form.OUTGOING and one.is_current
@@ -368,7 +365,7 @@ class Arrivals:
             if self._gradients.outgoing_of(unit):  # what came before may have applied it
                 self._gradients.settle(unit)
         for updater in [one for one in self.optimizers if one.update == "backward"]:
-            for unit in self._units:
+            for unit in updater.units_with_gradients(self):  # few, of many slices
                 waiting = self._kept(unit, updater)
                 if waiting:
                     self._gradients.apply(unit, waiting, updater.decide_now)

@@ -245,6 +245,8 @@ class Durable:
             return
         job = _Job(self.step, *self.source.at_forward(said, begun=begun))
         self._wait_for_last()
+        for unit in self._units:
+            unit.pending  # noqa: B018 - tells slices what they have missed: the commit waits for that, too
         self._job = job
         self._join()
         self._thread = threading.Thread(target=self._commit, args=(job,), name="infinity-commit", daemon=True)

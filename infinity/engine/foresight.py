@@ -5,9 +5,15 @@ A layer's experts are known when it has come to them; until the first has been r
 layer's hidden states are those of the layer before, and little more. So in a round, where a fetch reads two
 bytes an element and nothing is updated, the router of the next layer is run on them as well, while this
 layer's experts are on their way; what it names is fetched behind them. What the next layer then is routed to
-is fetched exactly, as ever: a guess changes no bit. In training a fetch reads and writes all that an update
-needs, and merges the updates of all steps in which an expert was not used: a wrong guess costs 26 bytes an
-element, and none is made.
+is fetched exactly, as ever: a guess changes no bit.
+
+In training a fetch reads and writes all that an update needs, and merges the updates of all steps in which an
+expert was not used: a wrong guess would cost 26 bytes an element where a right one saves some waiting, and no
+router is asked. But of an expert that is used in most steps the last gradient waits in host memory, see
+`GradientStore.rests`, and such an update is applied in the next step whether the expert is used or not. So of
+the experts that the next layer used last, these are fetched ahead, the most frequent first: where one is not
+used after all, its fetch was the pass that would have applied the update. A backward guesses nothing: what it
+comes to was announced in the forward, see RoutedLayers.
 
 A guess pays where it is right: where fewer than `LEAST_RIGHT` of the experts that were named of late are
 used, one is made in every `TRIED_EVERY`th round alone. Of a Mixtral of 4 layers of 32 experts, trained for
@@ -21,7 +27,7 @@ random numbers, and change what they are given.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,16 +74,25 @@ class NextLayer:
         self._named, self._right, self._rounds = 0.0, 0.0, 0
         self.named = self.right = 0
         """Slices that were guessed since the start, and those of them that were used."""
+        self._last: list[Unit] = []
+        self._due: set[Unit] = set()
+        self.due = self.due_right = 0
+        """Slices that were fetched ahead in training since the start, and those of them that were used."""
 
     def look(self, hidden: torch.Tensor) -> None:
-        """Fetch what is guessed from `hidden` [tokens, features], where that is likely to pay."""
+        """Fetch what is guessed from `hidden` [tokens, features], where that is likely to pay; in training,
+        what is to be updated in any case.
+        """
+        if not self._residency.in_round:
+            self._fetch_due()
+            return
         self._guessed.clear()
         self._rounds += 1
         unlikely = self._right < LEAST_RIGHT * self._named and self._rounds % TRIED_EVERY
         of_another_size = hidden.dim() != _ROWS or hidden.shape[-1] != self._features
         if unlikely or of_another_size or any(one.training for one in self._router.modules()):
             return
-        if not self._residency.in_round or not self._residency.fetches_any(self._all):
+        if not self._residency.fetches_any(self._all):
             return
         for unit in self._of_router:
             self._residency.hold(unit, Phase.FORWARD)
@@ -90,12 +105,26 @@ class NextLayer:
                 self._residency.drop(unit)
         units = dict.fromkeys(unit for number in numbers for unit in self._of_experts[number])
         self._guessed.update(units)
+        self._fetch(units)
+
+    def _fetch_due(self) -> None:
+        due = [unit for unit in self._last if unit.must_update and self._residency.fetches_any([unit])]
+        due.sort(key=self._residency.share_of_steps, reverse=True)
+        self._fetch(due)
+        self._due.update(unit for unit in due if unit.residence.fetch is not None)
+
+    def _fetch(self, units: Iterable[Unit]) -> None:
         room_nbytes = self._residency.window_nbytes // 4
         self._residency.foresee(units, room_nbytes, self._residency.before_routed_fetch)
 
     def came(self, units: Sequence[Unit]) -> None:
         """Count how right the last guess was, now that the layer is about to use `units`."""
-        if self._guessed:
+        if not self._residency.in_round:
+            self._last = list(units)
+            self.due += len(self._due)
+            self.due_right += len(self._due.intersection(units))
+            self._due.clear()
+        elif self._guessed:
             right = len(self._guessed.intersection(units))
             self.named += len(self._guessed)
             self.right += right

@@ -53,7 +53,9 @@ class Routing:
         """See tiling.RoutingFollower."""
         units = dict.fromkeys(unit for tile in tiles for unit in self._units_of[id(tile)])
         phase = Phase.FORWARD if graph_task() == -1 else Phase.BACKWARD
-        self._residency.expect(list(units), phase, again=torch.is_grad_enabled())
+        # Without gradients, and in no round, it is a reentrant checkpoint, which a backward runs again.
+        again = torch.is_grad_enabled() or not self._residency.in_round
+        self._residency.expect(list(units), phase, again=again)
         if phase is Phase.FORWARD and hidden is not None:
             for layer in self._foresight.of_this:
                 layer.came(list(units))

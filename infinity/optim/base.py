@@ -20,7 +20,7 @@ steps. See gradients/speculation.py.
 A gradient of zeros still decays weights and moments. An expert to which no token was routed has such
 gradients after zero_grad(set_to_none=False). Moving its record for each would cost what routing saves. So
 these updates wait, and are replayed one by one, with the same bits, by the next pass over the record. At most
-MISSED_LIMIT wait; then the record is fetched to apply them.
+MISSED_LIMIT wait; then the record is fetched to apply them. See [Note: steps of a stack] in missed.
 
 So does an update before them whose gradient lies in the record: that of a slice which will probably not be
 used in the next step is put there, see `GradientStore.rests`. It is applied, with what was missed before and
@@ -30,7 +30,7 @@ after it, by the pass that brings the slice for its next use: one pass for each 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -40,12 +40,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from infinity import kernels
+from infinity.autograd.arrivals import Arrivals
 from infinity.config.loss_scale import warn_unscaled
 from infinity.engine.engine import Engine
 from infinity.errors import UnsupportedError
 from infinity.gradients.gradient import Form, Gradient
 from infinity.optim.checks import check_record, check_room, checked_states
 from infinity.optim.joined_state import cut_state, joined_state
+from infinity.optim.missed import MissedStep, MissedSteps, Slice, most_misses
 from infinity.optim.optimizer_view import ShowingState
 from infinity.optim.ownership import ParameterPlace, check_current, engine_for
 from infinity.planning.speculation import SpeculationHistory
@@ -62,9 +64,6 @@ Speculate = bool | Literal["auto"]
 
 Taken = tuple[dict[str, Any], nn.Parameter, Gradient]
 """A group, one of its parameters, and the gradient that step() applies."""
-
-MISSED_LIMIT = 100
-"""Steps with gradients of zeros that may wait for a pass over the record; see [Note: missed steps]."""
 
 
 class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[misc]  # state, on demand
@@ -113,6 +112,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         forced = None if speculate == "auto" and update == "forward" else speculate is True
         self.speculation = SpeculationHistory(forced)
         self._decided: set[Unit] = set()
+        self._missed = MissedSteps()
         self._warned = False
         self.own_nothing()
         super().__init__(params, defaults)
@@ -185,33 +185,25 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
                 loss = closure()
         for engine in self._engines.values():
             engine.arrivals.finish_backward()
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # of many slices few have one: none is asked for the rest
-            having = [
-                (group, one) for group in self.param_groups for one in group["params"] if one.grad is not None
-            ]
         found = [
             (group, one, gradient)
-            for group, one in having
+            for group, one in self._having_gradients()
             if (gradient := self.mine[id(one)].engine.arrivals.gradient_of(one)) is not None
         ]
-        beside = self._beside({id(one) for _, one, _ in found})
+        beside = self._begin_to_miss({id(one) for _, one, _ in found})
         # Graphs with old values end.
         torch.autograd.graph.increment_version(
-            [*(one for _, one, _ in found), *(one for one, _, _ in beside)]
+            [*(one for _, one, _ in found), *(one.parameter for one in beside)]
         )
-        for unit, index in ((one.unit, one.index) for _, _, one in found):
-            unit.changes.stepped(index)
-        for _, unit, index in beside:
-            unit.changes.stepped(index)
+        for one in (*(gradient for _, _, gradient in found), *beside):
+            one.unit.changes.stepped(one.index)
         taken = [one for one in found if one[2].form is not Form.APPLIED]
         self._warn_of_overflow([gradient for _, _, gradient in taken])
         factor = self._clip_factor([gradient for _, _, gradient in taken])
-        self._flush_earlier([gradient for _, _, gradient in taken])
+        self._flush_earlier([gradient for _, _, gradient in taken], beside)
         for group, parameter, gradient in taken:
             self._decide(group, parameter, gradient, factor)
-        self._decide_missed(beside, float(factor))
+        self._note_missed(beside, float(factor))
         self._settle_speculation(taken, factor)
         for unit in {gradient.unit for _, _, gradient in taken if gradient.form is not Form.ZERO}:
             self._engine(unit).residency.frequencies.updated(unit.index)
@@ -222,58 +214,57 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
         """As every torch Optimizer's. A gradient is no value, so that no released parameter is asked."""
+        having = self._having_gradients()
         with torch._C.DisableTorchFunctionSubclass():
-            super().zero_grad(set_to_none)
+            for _, one in having if set_to_none else ():
+                one.grad = None
+            if having and not set_to_none:
+                super().zero_grad(set_to_none)
 
-    def _beside(self, found: set[int]) -> list[tuple[nn.Parameter, Unit, int]]:
-        """Return the slices that have gradients of zeros because others of their stacks have some, with their
-        units and indices there. found: the id() of each parameter with a gradient.
+    def _having_gradients(self) -> list[tuple[dict[str, Any], nn.Parameter]]:
+        """Return the parameters that have a gradient, with their groups: of many slices they are few."""
+        with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
+            return [
+                (group, one)
+                for group in self.param_groups
+                for one, grad in zip(group["params"], map(_grad, group["params"]), strict=True)
+                if grad is not None
+            ]
+
+    def _begin_to_miss(self, found: set[int]) -> list[Slice]:
+        """Return the slices that have gradients of zeros because others of their stacks have some, but for
+        those that had one in the last such step, too. found: the id() of each parameter with a gradient.
         """
+        engines = list(self._engines.values())
+        known = len(self.mine), tuple((id(one), len(one.arrivals.stacks)) for one in engines)
+        self._missed.know(known, lambda: map(self._slices_of, _stacks(engines)), self._counts)
+        return self._missed.look(found)
+
+    def _slices_of(self, stack: Iterable[nn.Parameter]) -> list[Slice]:
+        """Return those of a stack's slices that are its own."""
         return [
-            one
-            for engine in self._engines.values()
-            for one in engine.arrivals.slices_beside(found)
-            if id(one[0]) in self.mine
+            Slice(
+                one,
+                *place.engine.parameters.unit_of(one),
+                place,
+                not self.steps_whole(one),
+            )
+            for one in stack
+            if (place := self.mine.get(id(one))) is not None
         ]
 
-    def _decide_missed(self, slices: Iterable[tuple[nn.Parameter, Unit, int]], clip: float) -> None:
-        """Add updates with gradients of zeros, of which there are many in each step: none is ever made."""
-        recipes: dict[int, Recipe] = {}
-        known: dict[tuple[int, int], Any] = {}
-        # Of many slices with the same past: they share what is immutable. By what was pending, kept alive.
-        made: dict[tuple[int, int, int, int], tuple[Update | None, Update]] = {}
-        counts = self.counts
-        for parameter, unit, index in slices:
-            place = self.mine[id(parameter)]
-            group = place.group
-            recipe = recipes.get(group)
-            if recipe is None:
-                recipe = recipes[group] = self.recipe_of(parameter)
-            _check_unused(unit)
-            record = unit.record
-            if id(parameter) not in self._begun or record.in_files is not None:
-                self.make_room(place.engine, parameter)
-            state = counts.setdefault(parameter, {})
-            step = state["step"] = state.get("step", 0) + 1
-            if record.is_elsewhere:
-                continue  # the ranks that have it update it
-            scalars = known.get((group, step))
-            if scalars is None:
-                scalars = known[group, step] = recipe.scalars(self.param_groups[group], step, clip)
-            rounds = record.schema.state_dtype != "fp32"
-            key = kernels.state_key(self.seed, place.position, step) if rounds else 0
-            before = unit.pending.get(index)
-            past = (id(before), group, step, key)
-            shared = made.get(past)
-            if shared is None:
-                fresh = Update(scalars, None, None, key, recipe=recipe)
-                shared = made[past] = (
-                    before,
-                    fresh if before is None else before.then_missed(scalars, key),
-                )
-            unit.pending[index] = shared[1]
-            self._decided.add(unit)
-            unit.values_changed()
+    def _note_missed(self, begin: Iterable[Slice], clip: float) -> None:
+        """Note a step for all slices with gradients of zeros, of which there are many: none is ever made."""
+        for one in begin:
+            _check_unused(one.unit)
+            if id(one.parameter) not in self._begun or one.unit.record.in_files is not None:
+                self.make_room(one.place.engine, one.parameter)
+            one.unit.values_changed()
+        begun = self._missed.note(MissedStep(clip, self.seed), self._options_of)
+        self._decided.difference_update([one.unit for one in begun if one.unit.owes_all])
+
+    def _options_of(self, parameter: nn.Parameter) -> tuple[Recipe, dict[str, Any]]:
+        return self.recipe_of(parameter), self.param_groups[self.mine[id(parameter)].group]
 
     def _warn_of_overflow(self, gradients: list[Gradient]) -> None:
         """Warn, once, if fp16 gradients come without loss scaling, which checks them for overflows."""
@@ -304,12 +295,15 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         self.grad_norm = float(norm)
         return np.float32(np.minimum(np.float32(1), np.float32(self.max_norm) / (norm + np.float32(1e-6))))
 
-    def _flush_earlier(self, gradients: list[Gradient]) -> None:
-        """Apply updates of earlier steps that are still pending; but see [Note: missed steps]."""
+    def _flush_earlier(self, gradients: list[Gradient], begin: Iterable[Slice]) -> None:
+        """Apply updates of earlier steps that are still pending; but see [Note: missed steps]. begin: slices
+        that begin to miss steps.
+        """
         busy = {gradient.unit for gradient in gradients if gradient.form is not Form.ZERO}
         decided, self._decided = self._decided, set()
         counted: dict[int, tuple[Update, float]] = {}  # many slices share an update, which is kept alive
-        for unit in sorted(decided, key=attrgetter("index")):  # ranks may orthogonalize, in one order
+        looked_at = {*decided, *busy, *(one.unit for one in begin), *self._missed.due()}
+        for unit in sorted(looked_at, key=attrgetter("index")):  # ranks may orthogonalize, in one order
             if not unit.pending:
                 continue
             misses = 0.0
@@ -317,11 +311,10 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
                 if id(one) not in counted:
                     counted[id(one)] = one, one.misses if one.may_miss else math.inf
                 misses = max(misses, counted[id(one)][1])
-            limit = MISSED_LIMIT - unit.index % max(1, MISSED_LIMIT // 4)  # not all in one step
-            if unit not in busy and misses < limit:
-                self._decided.add(unit)
-            else:
+            if unit in busy or misses >= most_misses(unit):
                 self._engine(unit).residency.flush(unit)
+            elif unit in decided:
+                self._decided.add(unit)
 
     def _decide(
         self, group: dict[str, Any], parameter: nn.Parameter, gradient: Gradient, factor: np.float32
@@ -336,7 +329,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         if unit.record.is_elsewhere:
             return  # the ranks that have it update it
         if before is not None and gradient.form is Form.ZERO:
-            unit.pending[gradient.index] = before.then_missed(scalars, key)
+            unit.pending[gradient.index] = before.then_missed([(scalars, key)])
         else:
             if before is not None and before.has_gradient:
                 raise AssertionError(f"{unit.name}: expected the last gradient to be applied by now")
@@ -364,7 +357,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         self, recipe: Recipe, group: dict[str, Any], parameter: nn.Parameter, clip: float
     ) -> tuple[Any, int]:
         """Count the parameter's step; return its scalars and the key of its random bits."""
-        state = self.counts.setdefault(parameter, {})
+        state = self._counts.setdefault(parameter, {})
         step = state.get("step", 0) + 1
         scalars = recipe.scalars(group, step, clip)
         state["step"] = step
@@ -381,7 +374,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         if id(parameter) not in self._begun:
             return None
         place, recipe = self.mine[id(parameter)], self.recipe_of(parameter)
-        step = self.counts.get(parameter, {}).get("step", 0) + 1
+        step = self._counts.get(parameter, {}).get("step", 0) + 1
         scalars = recipe.scalars(self.param_groups[place.group], step, self.speculation.scale)
         return self._update(gradient, place, recipe, (scalars, self._key(parameter, step)))
 
@@ -402,6 +395,16 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
     def has(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is its own."""
         return id(parameter) in self.mine
+
+    def steps_whole(self, parameter: nn.Parameter) -> bool:
+        """Whether its step of a parameter needs the whole matrix."""
+        return self.has(parameter) and self.recipe_of(parameter).matrices is not None
+
+    def units_with_gradients(self, arrivals: Arrivals) -> list[Unit]:
+        """Return the units of one engine, in order, of whose parameters any has a gradient."""
+        places = [(one, self.mine[id(one)].engine) for _, one in self._having_gradients()]
+        units = {engine.parameters.unit_of(one)[0] for one, engine in places if engine.arrivals is arrivals}
+        return sorted(units, key=attrgetter("index"))
 
     def applied(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter's gradient has been applied in a backward since the last step()."""
@@ -462,6 +465,13 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             self.make_room(engine, parameter)
             if fields := recipes[number].state:
                 engine.parameters.write(parameter, {field: state[key] for field, key in fields.items()})
+
+
+_grad: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
+
+
+def _stacks(engines: Iterable[Engine]) -> Iterable[Sequence[nn.Parameter]]:
+    return (stack for engine in engines for stack in engine.arrivals.stacks)
 
 
 def _in_pieces(group: dict[str, Any]) -> dict[str, Any]:

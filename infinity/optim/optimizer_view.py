@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from infinity.errors import UnsupportedError
+from infinity.optim.missed import MissedSteps
 from infinity.optim.ownership import Owning, check_current
 from infinity.optim.state_copy import StateCopy, plain_state
 from infinity.records.update_rules import Recipe
@@ -159,9 +160,17 @@ class ShowingState(Owning):
 
     recipe: Recipe
 
+    _missed: MissedSteps
+
     @property
     def counts(self) -> dict[Any, dict[str, int]]:
-        """Step counts by parameter, in the dict that torch's own code keeps as the optimizer's state."""
+        """Step counts by parameter, with the steps that slices of stacks have missed."""
+        self._missed.tell_all()
+        return self._counts
+
+    @property
+    def _counts(self) -> dict[Any, dict[str, int]]:
+        """The dict that torch's own code keeps as the optimizer's state."""
         counts: dict[Any, dict[str, int]] = self.__dict__["state"]
         return counts
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from infinity.records.update_rules import ADAMW, Recipe
 from infinity.storage.store import DONE, Future
@@ -54,11 +55,26 @@ class Update(NamedTuple):
             return math.inf
         return len(self.missed) + (self.field is None) + len(self.after)
 
-    def then_missed(self, scalars: Any, key: int) -> Update:
-        """Return this update with one more step, whose gradient is zeros."""
+    def then_missed(self, steps: Sequence[tuple[Any, int]]) -> Update:
+        """Return this update with further steps, by their scalars and keys, whose gradients are zeros."""
         if self.has_gradient:
-            return self._replace(after=(*self.after, (scalars, key)))
-        return self._replace(scalars=scalars, key=key, missed=(*self.missed, (self.scalars, self.key)))
+            return self._replace(after=(*self.after, *steps))
+        *missed, (scalars, key) = steps
+        earlier = (*self.missed, (self.scalars, self.key), *missed)
+        return self._replace(scalars=scalars, key=key, missed=earlier)
+
+    @staticmethod
+    def of_zeros(steps: Sequence[tuple[Any, int]], recipe: Recipe) -> Update:
+        """Return an update of steps, by their scalars and keys, whose gradients are zeros."""
+        *missed, (scalars, key) = steps
+        return Update(scalars, None, None, key, missed=tuple(missed), recipe=recipe)
+
+
+class MissedUpdates(Protocol):
+    """Knows what parameters have missed, which is told when somebody looks at what is pending."""
+
+    def tell(self, pending: PendingUpdates, parameter: nn.Parameter) -> None:
+        """Add a parameter's missed updates to what is pending for its unit."""
 
 
 class PendingUpdates(dict[int, Update]):

@@ -205,8 +205,10 @@ class UnitResidency(Residency[Unit, UpdatePass]):
 
     def _sizes(self, nbytes: Callable[[Unit], int]) -> list[int]:
         """Return the bytes of each unit that a plan has, or names: no slices, unless a device has them."""
-        found = {one.index: nbytes(one) for one in (self._layers.others if self._on_host else self.units)}
-        return [found.get(index, 0) for index in range(len(self.units))]
+        sizes = [0] * len(self.units)
+        for one in self._layers.others if self._on_host else self.units:
+            sizes[one.index] = nbytes(one)
+        return sizes
 
     def _never_fetched(self, unit: Unit) -> bool:
         """Whether a use of the unit moves nothing: its values are in place, and either its whole record is in
@@ -396,7 +398,9 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         """Begin to fetch the routed units that a layer is about to use, in this order. again: a backward may
         use them once more.
         """
-        if again and phase is Phase.FORWARD:
+        if phase is Phase.BACKWARD:
+            self._layers.recomputed(units)
+        elif again:
             self._layers.announced(units)
         for call in self.before_routed_fetch if phase is Phase.FORWARD else ():
             for unit in units:

@@ -18,6 +18,7 @@ class RoutedLayers:
         """Know none."""
         self._layers: deque[Sequence[Unit]] = deque()
         self._layers_of: Counter[Unit] = Counter()
+        self._recomputed: Sequence[Unit] = ()
         self.others: Sequence[Unit] = ()
         """Units of the model that are no routed ones."""
 
@@ -32,14 +33,20 @@ class RoutedLayers:
         self._layers.append(units)
         self._layers_of.update(units)
 
+    def recomputed(self, units: Sequence[Unit]) -> None:
+        """A layer is about to use these units in a forward that a backward runs again."""
+        self._recomputed = units
+
     def clear(self) -> None:
         """A step is over."""
+        self._recomputed = ()
         self._layers.clear()
         self._layers_of.clear()
 
     def needed_with(self, unit: Unit) -> list[Unit]:
         """Return what a backward that uses `unit` needs next: the other units of its layer, if it is the
-        first of these, and those of the layer before; nothing for the others.
+        first of these, and those of the layer before; nothing for the others. A backward comes to them in
+        reverse order, but to those of a forward that it runs again as that did.
         """
         if not self._layers_of.get(unit):
             return []
@@ -47,7 +54,8 @@ class RoutedLayers:
         while unit not in layer:
             layer = self._take_last()
         before = self._layers[-1] if self._layers else ()
-        return [*(one for one in reversed(layer) if one != unit), *reversed(before)]
+        order = list if unit in self._recomputed else reversed
+        return [*(one for one in order(layer) if one != unit), *order(before)]
 
     def _take_last(self) -> Sequence[Unit]:
         layer = self._layers.pop()

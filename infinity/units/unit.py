@@ -34,7 +34,7 @@ from infinity.lane.fetch import UpdatePass
 from infinity.planning.layout import FlatLayout
 from infinity.planning.residence import Residence
 from infinity.records.record import Record
-from infinity.records.updates import PendingUpdates
+from infinity.records.updates import MissedUpdates, PendingUpdates
 from infinity.records.weights import compute_dtype
 from infinity.tensors import is_distributed
 from infinity.units.attached import DATA, Attached, set_changes
@@ -98,8 +98,37 @@ class Unit:
         """Counts the changes of the values that the user can see (an update counts at step(), not when it is
         applied).
         """
-        self.pending = PendingUpdates()
-        """Updates that step() decided, by parameter, to be applied when the record next passes."""
+        self._pending = PendingUpdates()
+        self._owed: dict[int, MissedUpdates] = {}
+
+    @property
+    def pending(self) -> PendingUpdates:
+        """Updates that step() decided, by parameter, to be applied when the record next passes. Looking at
+        them adds those that slices have missed, so that only the thread that computes looks before a commit
+        is marked.
+        """
+        if self._owed:
+            self._tell_missed()
+        return self._pending
+
+    def owe(self, index: int, missed: MissedUpdates) -> None:
+        """Have `missed` asked, when somebody looks at what is pending next."""
+        self._owed[index] = missed
+
+    def _tell_missed(self) -> None:
+        for index, missed in list(self._owed.items()):
+            missed.tell(self._pending, self.parameters[index])
+            self._owed.pop(index, None)  # last: a Ctrl-C may come before, and what is told is told once
+
+    @property
+    def must_update(self) -> bool:
+        """Whether any update that is pending does not wait for a use of the unit."""
+        return any(one.tensor is not None for one in self._pending.values())
+
+    @property
+    def owes_all(self) -> bool:
+        """Whether all that is pending is of parameters that miss more steps meanwhile."""
+        return bool(self._owed) and self._owed.keys() >= self._pending.keys()
 
     @property
     def name(self) -> str:
@@ -352,7 +381,7 @@ class Unit:
         """Name and state."""
         residence = self.residence
         state = "attached" if self.attached else "resident" if residence.fetch else "released"
-        uses = f"{residence.users} users, {len(self.pending)} pending"
+        uses = f"{residence.users} users, {len(self._pending)} pending"
         return f"<Unit {self.name}, {self.layout.numel} elements, {state}, {uses}>"
 
 

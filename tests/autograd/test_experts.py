@@ -14,7 +14,7 @@ import models
 from covers import matrix
 from infinity import AdamW, Init, stats
 from infinity.engine.engine import engine_of_model
-from infinity.optim import base as optim
+from infinity.optim import missed as optim
 from infinity.records.record import Record
 from infinity.reference import ReferenceAdamW, prepare
 

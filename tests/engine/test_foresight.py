@@ -13,7 +13,8 @@ from infinity import AdamW, Init, stats
 from infinity.engine import foresight
 from infinity.engine.engine import engine_of_model
 from infinity.engine.foresight import routers_of
-from infinity.reference import prepare
+from infinity.planning.trace import Phase
+from infinity.reference import ReferenceAdamW, prepare
 from infinity.tiling import TiledExperts
 
 pytestmark = pytest.mark.disk
@@ -138,3 +139,53 @@ def test_where_memory_holds_all_experts_none_is_guessed():
     with Init(host_memory="64MiB"):
         model = models.of_experts("mixtral", "grouped_mm")
     assert guesses_of(model) == []
+
+
+CHECKPOINTS = {"none": None, "reentrant": {"use_reentrant": True}, "not": {"use_reentrant": False}}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_a_backward_has_the_experts_of_a_layer_on_their_way_when_it_comes_to_the_layer_behind(folder, kind):
+    losses, late = [], []
+    plain = models.prepared_of_experts("mixtral", "grouped_mm", num_hidden_layers=4)
+    model = built(folder, num_hidden_layers=4)
+    residency = engine_of_model(model).residency
+    use = residency._use_routed
+
+    def watched(unit, phase):
+        if phase is Phase.BACKWARD:
+            late.append((int(unit.name.split(".")[2]), unit.residence.fetch is None))
+        use(unit, phase)
+
+    residency._use_routed = watched
+    for one, optimizer in ((plain, ReferenceAdamW), (model, AdamW)):
+        if CHECKPOINTS[kind] is not None:
+            one.gradient_checkpointing_enable(CHECKPOINTS[kind])
+        step = optimizer(one.parameters(), lr=1e-2)
+        for _ in range(3):
+            loss = one(input_ids=IDS, labels=IDS, use_cache=False).loss
+            loss.backward()
+            step.step()
+            step.zero_grad()
+            losses.append(loss.item())
+    assert losses[:3] == losses[3:]
+    assert {layer for layer, _ in late} == {0, 1, 2, 3}
+    assert {layer for layer, is_late in late if is_late} <= {3}
+
+
+def test_in_training_experts_are_fetched_ahead_whose_update_is_due_in_any_case(folder):
+    plain = models.prepared_of_experts("mixtral", "grouped_mm")
+    model = built(folder)
+    (guess,), losses = guesses_of(model), []
+    for one, optimizer in ((plain, ReferenceAdamW), (model, AdamW)):
+        step = optimizer(one.parameters(), lr=1e-2)
+        for number in range(8):
+            ids = IDS if number % 4 else IDS + 20
+            loss = one(input_ids=ids, labels=ids).loss
+            loss.backward()
+            step.step()
+            step.zero_grad()
+            losses.append(loss.item())
+    assert losses[:8] == losses[8:]
+    assert guess.due > guess.due_right > 0
+    assert guess.named == 0

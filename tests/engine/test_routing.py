@@ -15,7 +15,7 @@ from covers import matrix
 from infinity import AdamW, Init, tiling
 from infinity.engine.engine import engine_of_model
 from infinity.errors import ConfigError
-from infinity.optim import base as optim
+from infinity.optim import missed as optim
 from infinity.planning import tile_size
 from infinity.reference import ReferenceAdamW, prepare
 from parity import repeatable
@@ -87,6 +87,36 @@ def test_experts_train_one_by_one_with_the_bits_of_the_recipe(folder, name, how,
     assert train(ours, optimizer, 2, first=1) == train(plain, reference, 2, first=1)
     assert len(slices_of(ours)) >= 12
     models.assert_same_state(ours, optimizer, plain, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    *matrix(
+        together=1,
+        name=list(models.OF_EXPERTS),
+        memory=["1MiB", "4MiB", "64MiB"],
+        checkpoint=[None, "reentrant", "non-reentrant"],
+    )
+)
+def test_twenty_steps_have_the_bits_of_whole_fetching_and_of_the_recipe(folder, name, memory, checkpoint):
+    plain = models.prepared_of_experts(name)
+    reference = ReferenceAdamW(plain.parameters(), **SETTINGS)
+    runs = [(plain, reference)]
+    for experts in ("slices", "whole"):
+        (folder / experts).mkdir()
+        with Init(nvme=folder / experts, host_memory=memory, experts=experts):
+            model = models.of_experts(name)
+        runs.append((model, AdamW(model.parameters(), **SETTINGS)))
+    losses = []
+    for model, optimizer in runs:
+        if checkpoint is not None:
+            models.checkpointed(model, checkpoint == "reentrant")
+        losses.append(train(model, optimizer, 20, length=4))
+    assert losses[0] == losses[1] == losses[2]
+    assert len(slices_of(runs[1][0])) >= 12
+    assert slices_of(runs[2][0]) == []
+    for ours, optimizer in runs[1:]:
+        models.assert_same_state(ours, optimizer, plain, reference)
 
 
 def test_whole_fetching_has_the_same_bits_and_keys(folder):

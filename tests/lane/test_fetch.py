@@ -335,9 +335,9 @@ def test_an_update_knows_how_many_steps_it_missed():
     assert Update(scalars, None, None, missed=((scalars, 0),) * 3).misses == 4
     in_memory, in_record = Update(scalars, torch.zeros(1), None), Update(scalars, None, "grad16")
     assert (in_memory.misses, in_record.misses) == (math.inf, 0)
-    later = in_record.then_missed(scalars, 1).then_missed(scalars, 2)
+    later = in_record.then_missed([(scalars, 1)]).then_missed([(scalars, 2)])
     assert (later.misses, later.field, later.after) == (2, "grad16", ((scalars, 1), (scalars, 2)))
-    zeros = Update(scalars, None, None, 7).then_missed(scalars, 8)
+    zeros = Update(scalars, None, None, 7).then_missed([(scalars, 8)])
     assert (zeros.misses, zeros.key, zeros.missed) == (2, 8, ((scalars, 7),))
 
 

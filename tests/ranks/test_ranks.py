@@ -22,6 +22,8 @@ EXACT = [
     "mixtral",
     "experts",
     "experts, checkpointed",
+    "20 steps of experts",
+    "20 steps, checkpointed",
     "max_norm",
     "clip_grad_norm_",
     "accumulated",
@@ -62,6 +64,7 @@ EXACT = [
 FEW = ["llama", "gpt2", "mixtral", "max_norm", "no_sync", "frozen", "nvme", "nvme accumulated", "stage 1"]
 FEW += ["muon", "nvme muon"]
 CHOSEN = ["chosen", "chosen, checkpointed", "chosen, nvme", "chosen, stage 1", "chosen, stage 2"]
+CHOSEN += ["chosen, muon", "chosen, muon checkpointed", "chosen, muon in memory", "chosen, muon forward"]
 OTHERS = [
     "chosen",
     "chosen, checkpointed",

@@ -1,5 +1,6 @@
 """Updates between step() and the pass that applies them. Nothing is faked but their scalars."""
 
+from infinity.records.update_rules import ADAMW
 from infinity.records.updates import PendingUpdates, Update
 
 
@@ -8,8 +9,10 @@ def missed(scalars, key=0):
 
 
 def test_steps_with_gradients_of_zeros_wait_in_their_order():
-    before = missed("first", 1).then_missed("second", 2).then_missed("third", 3)
-    assert (before.missed, before.scalars, before.key) == ((("first", 1), ("second", 2)), "third", 3)
+    steps = [("second", 2), ("third", 3), ("fourth", 4)]
+    found = missed("first", 1).then_missed(steps[:1]).then_missed(steps[1:])
+    assert (found.missed, found.scalars, found.key) == ((("first", 1), *steps[:2]), "fourth", 4)
+    assert found == Update.of_zeros([("first", 1), *steps], ADAMW)
 
 
 def test_what_a_pass_gives_back_stands_behind_what_was_decided_meanwhile():

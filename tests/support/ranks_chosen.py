@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import recipe as reference
+from plain_muon import ADAMW, MUON, PlainMuon
 
 WIDTH, EXPERTS = 32, 8
 
@@ -82,7 +83,7 @@ def train(model, optimizer, *, steps=4):
         loss = model(torch.randint(64, (3,), generator=own))
         loss.backward()
         losses.append(loss.item())
-        if isinstance(optimizer, ReferenceAdamW):
+        if isinstance(model, Averaged):
             model.average()
         optimizer.step()
         optimizer.zero_grad()
@@ -102,17 +103,24 @@ class Averaged(Chooser):
                 reference._store(parameter, mean, factor if factor is not None else 1.0)
 
 
-def chosen(*, checkpointed=False, options=None, **init):
+def chosen(*, checkpointed=False, options=None, muon=False, **init):
     """Train the reference and ours side by side; return what differs, and which experts this rank called."""
     options = {"lr": 1e-2, "weight_decay": 0.1, **(options or {})}
     plainly = {key: one for key, one in options.items() if key != "update"}
     torch.manual_seed(0)
-    plain = prepare(Averaged(checkpointed=checkpointed))
-    expected, called = train(plain, ReferenceAdamW(plain.parameters(), **plainly))
-    torch.manual_seed(0)
     with infinity.Init(**{"host_memory": "64MiB", "timeout_s": 60, **init}):
         ours = Chooser(checkpointed=checkpointed)
-    optimizer = infinity.AdamW(ours.parameters(), **options)
+    torch.manual_seed(0)
+    plain = prepare(Averaged(checkpointed=checkpointed))
+    if muon:
+        groups = infinity.muon_groups(ours, ADAMW, **MUON)
+        muons = {id(one) for one in groups[0]["params"]}
+        reference_step = PlainMuon(plain, {key for key, one in ours.named_parameters() if id(one) in muons})
+        optimizer = infinity.Muon(groups, update=options["update"])
+    else:
+        reference_step = ReferenceAdamW(plain.parameters(), **plainly)
+        optimizer = infinity.AdamW(ours.parameters(), **options)
+    expected, called = train(plain, reference_step)
     losses, ours_called = train(ours, optimizer)
     weights, found = plain.state_dict(), ours.state_dict()
     return {
@@ -128,6 +136,12 @@ CHOSEN = {
     "chosen": chosen,
     "chosen, checkpointed": lambda: chosen(checkpointed=True, options={"update": "backward"}, **DISK),
     "chosen, nvme": lambda: chosen(options={"max_norm": 0.5}, **DISK),
+    "chosen, muon": lambda: chosen(muon=True, options={"update": "backward"}, **DISK),
+    "chosen, muon checkpointed": lambda: chosen(
+        muon=True, checkpointed=True, options={"update": "backward"}, **DISK
+    ),
+    "chosen, muon in memory": lambda: chosen(muon=True, options={"update": "backward"}),
+    "chosen, muon forward": lambda: chosen(muon=True, options={"update": "forward"}, **DISK),
     "chosen, stage 1": lambda: chosen(stage=1),
     "chosen, stage 2": lambda: chosen(stage=2, checkpointed=True),
 }

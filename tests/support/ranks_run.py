@@ -148,6 +148,7 @@ def mean_of_sums(model):
 def compare(
     name,
     *,
+    steps=3,
     micro=1,
     once=False,
     clip=None,
@@ -176,7 +177,7 @@ def compare(
         kind = infinity.AdamW if ours else ReferenceAdamW
         optimizer = kind(trained, **{key: one for key, one in options.items() if ours or key != "update"})
         torch.manual_seed(100 + dist.get_rank())  # of dropout: each rank draws its own
-        losses = train(model, optimizer, micro=micro, once=once, clip=clip, edits=edits)
+        losses = train(model, optimizer, steps=steps, micro=micro, once=once, clip=clip, edits=edits)
         shown.append({"losses": losses, **model.state_dict(), **state_of(optimizer, model)})
     expected, actual = shown
     assert expected.keys() == actual.keys()
@@ -330,7 +331,7 @@ def grid():
     trained = [compare("llama", group=row)]
     if dist.get_rank() < 2:
         trained.append(compare("gpt2", options={"max_norm": 0.5}, group=row))
-    trained.append(compare("llama", options={"update": "backward"}, group=column, **NVME))
+    trained.append(compare("llama", options=BACKWARD, group=column, **NVME))
     absent = ""
     if dist.get_rank() == 0:
         try:
@@ -401,8 +402,8 @@ def partitioned(**settings):
         runs.append((losses, model.state_dict()))
         del model, optimizer, parts
     (losses, weights), (parted_losses, parted) = runs
-    equal = losses == parted_losses and all(same(weights[name], parted[name]) for name in weights)
-    return {"equal": equal, "kept": kept}
+    equal = all(same(weights[name], parted[name]) for name in weights)
+    return {"equal": losses == parted_losses and equal, "kept": kept}
 
 
 def state_of(optimizer, model=None):
@@ -410,8 +411,7 @@ def state_of(optimizer, model=None):
     state = optimizer.state_dict()["state"]
     keys = ("exp_avg", "exp_avg_sq")
     if model is None:
-        pairs = [(number, key) for number in state for key in keys]
-        return {f"{key} of parameter {number}": state[number][key].float() for number, key in pairs}
+        return {f"{key} of parameter {one}": state[one][key].float() for one in state for key in keys}
     numbers = {id(one): number for number, one in enumerate(optimizer.param_groups[0]["params"])}
     return {
         f"{key} of {name}": torch.cat([state[numbers[id(one)]][key].float() for one in pieces])
@@ -452,8 +452,7 @@ def nvme_traffic(preset, mib):
         before = infinity.stats(model)
         train(model, optimizer, steps=2)
         after = infinity.stats(model)
-        done = after.since(before)
-        held = after.parameters / after.ranks
+        done, held = after.since(before), after.parameters / after.ranks
         moved[update] = (done.nvme_read_nbytes + done.nvme_written_nbytes) / (2 * held)
         moved["pinned"] = after.host_nbytes / (12 * held)
     return moved
@@ -480,6 +479,7 @@ def memory():
 
 
 NVME = {"nvme": os.environ.get("RANKS_DISK"), "host_memory": int(os.environ["WORLD_SIZE"]) << 20}
+BACKWARD = {"update": "backward"}
 BY_BLOCK = {**NVME, "host_memory": int(os.environ["WORLD_SIZE"]) << 22, "units": "block"}
 CASES = {
     "llama": lambda: compare("llama"),
@@ -487,9 +487,9 @@ CASES = {
     "dropout": lambda: compare("gpt2-dropout"),
     "mixtral": lambda: compare("mixtral"),
     "experts": lambda: compare("experts", **NVME),
-    "experts, checkpointed": lambda: compare(
-        "experts", checkpoint="not", options={"update": "backward"}, **NVME
-    ),
+    "experts, checkpointed": lambda: compare("experts", checkpoint="not", options=BACKWARD, **NVME),
+    "20 steps of experts": lambda: compare("experts", steps=20, **NVME),
+    "20 steps, checkpointed": lambda: compare("experts", steps=20, checkpoint="reentrant", **NVME),
     "max_norm": lambda: compare("llama", options={"max_norm": 0.5}),
     "clip_grad_norm_": lambda: compare("gpt2", clip=0.5),
     "accumulated": lambda: compare("llama", micro=2),
@@ -498,21 +498,21 @@ CASES = {
     "stage 1 edited": lambda: compare("llama", edits=True, micro=2, once=True, clip=0.5, stage=1),
     "edited differently": edited_differently,
     "no_sync": lambda: compare("llama", micro=3, once=True),
-    "backward": lambda: compare("llama", options={"update": "backward"}),
+    "backward": lambda: compare("llama", options=BACKWARD),
     "reentrant": lambda: compare("llama", checkpoint="reentrant"),
-    "checkpointed": lambda: compare("llama", checkpoint="not", options={"update": "backward"}),
+    "checkpointed": lambda: compare("llama", checkpoint="not", options=BACKWARD),
     "frozen": lambda: compare("llama", freeze="mlp"),
     "activation memory": lambda: by_budget(950 << 10, host_memory="64MiB"),
     "cut by budget": lambda: cut_ranks.trained(activation_memory="6MiB", **NVME),
     "nvme activation memory": lambda: by_budget(950 << 10, **NVME),
     "nvme": lambda: compare("llama", **NVME),
-    "nvme backward": lambda: compare("gpt2", options={"update": "backward"}, **NVME),
+    "nvme backward": lambda: compare("gpt2", options=BACKWARD, **NVME),
     "nvme accumulated": lambda: compare("llama", micro=2, clip=0.5, **NVME),
     "blocks": lambda: compare("llama", micro=2, clip=0.5, units="block"),
-    "nvme blocks": lambda: compare("gpt2", options={"update": "backward"}, **BY_BLOCK),
+    "nvme blocks": lambda: compare("gpt2", options=BACKWARD, **BY_BLOCK),
     "stage 1": lambda: compare("llama", micro=2, once=True, stage=1),
     "stage 2": lambda: compare("llama", stage=2),
-    "stage 2 backward": lambda: compare("llama", options={"update": "backward"}, stage=2, **NVME),
+    "stage 2 backward": lambda: compare("llama", options=BACKWARD, stage=2, **NVME),
     "fp32": lambda: compare("llama", dtype="fp32", options={"max_norm": 0.5}),
     "a head in fp32": lambda: compare("llama with a head in fp32", options={"max_norm": 0.5}),
     "nvme, a head in fp32": lambda: compare("llama with a head in fp32", micro=2, **NVME),

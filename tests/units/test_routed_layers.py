@@ -31,3 +31,11 @@ def test_the_oldest_layers_are_forgotten_where_there_are_too_many(monkeypatch):
     monkeypatch.setattr(routed_layers, "_LAYERS", 2)
     known = after("ab", "cd", "ef")
     assert [known.needed_with(unit) for unit in "eca"] == [["f", "d", "c"], ["d"], []]
+
+
+def test_what_a_backward_runs_again_comes_in_the_order_of_its_forward():
+    known = after("ab", "cd", "efg")
+    known.recomputed("efg")
+    assert "".join(known.needed_with("e")) == "fgcd"
+    assert known.needed_with("f") == []
+    assert "".join(known.needed_with("d")) == "cba"

@@ -1,0 +1,290 @@
+"""Steps that slices of a stack miss: noted once for the stack, and told to a slice when somebody asks.
+
+[Note: steps of a stack]
+Where any slice of a stack gets a gradient in a step, all others have one of zeros; of 10^5 slices a step uses
+a few thousand. So a step is noted once, with the options of the param groups as they then are, and a slice
+only knows since which step it has missed all. It is told what it missed, as updates with its unit and as a
+count of its steps, as soon as anybody looks at the unit's pending updates: at its next use, a flush, a save,
+a commit, or where `optimizer.state` is read. Then it is level with its stack. What a step does with each
+slice it does with those alone that were level: used since the last step, or looked at. These begin to miss
+steps, and their versions are raised, so that graphs of before end. Later steps need not raise them: nobody
+has seen the slice since.
+
+A slice is told at the latest when it would have more steps to replay than it may: see [Note: missed steps] in
+base. Steps that nobody still has to be told of are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from infinity import kernels
+from infinity.optim.ownership import ParameterPlace
+from infinity.records.update_rules import Recipe
+from infinity.records.updates import PendingUpdates, Update
+from infinity.units.unit import Unit
+
+MISSED_LIMIT = 100
+"""Steps with gradients of zeros that may wait for a pass over the record: see [Note: missed steps] in base.
+"""
+
+_trained: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
+
+
+def most_misses(unit: Unit) -> int:
+    """Return how many steps a unit may miss: not all the same, so that not all are fetched in one step."""
+    return MISSED_LIMIT - unit.index % max(1, MISSED_LIMIT // 4)
+
+
+class Slice(NamedTuple):
+    """One parameter of a stack, and where it is."""
+
+    parameter: nn.Parameter
+    unit: Unit
+    index: int
+    place: ParameterPlace
+    may_wait: bool
+    """Whether steps that it misses may wait and be made together: see Update.may_miss."""
+
+
+class MissedStep:
+    """What a step does to a slice without a gradient, by its param group and the count of its own steps."""
+
+    def __init__(self, clip: float, seed: int) -> None:
+        """clip: the factor on all gradients. seed: of the random bits that round state."""
+        self._clip, self.seed = clip, seed
+        self._groups: dict[int, tuple[Recipe, Mapping[str, Any]]] = {}
+        self._scalars: dict[tuple[int, int], Any] = {}
+
+    def keep(self, group: int, recipe: Recipe, options: Mapping[str, Any], count: int) -> None:
+        """Keep a group's options as they are now. count: the step of one of its slices.
+
+        Raises: ValueError for options out of range.
+        """
+        if group not in self._groups:
+            own = {name: _own(value) for name, value in options.items() if name != "params"}
+            self._scalars[group, count] = recipe.scalars(own, count, self._clip)
+            self._groups[group] = recipe, own
+
+    def recipe(self, group: int) -> Recipe:
+        """Return a group's update rule."""
+        return self._groups[group][0]
+
+    def scalars(self, group: int, count: int) -> Any:
+        """Return the scalars of a slice of a group for which this is the step `count`."""
+        found = self._scalars.get((group, count))
+        if found is None:
+            recipe, options = self._groups[group]
+            found = self._scalars[group, count] = recipe.scalars(options, count, self._clip)
+        return found
+
+
+def _own(value: Any) -> Any:
+    """Return a value that nobody else changes in place."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return list(value) if isinstance(value, list) else value
+
+
+class Stack:
+    """The slices of one stack that one optimizer has, and the steps that they miss."""
+
+    def __init__(self, slices: Sequence[Slice], counts: dict[Any, dict[str, int]]) -> None:
+        """All are level. counts: the optimizer's, by parameter, for whoever is told."""
+        self._slices, self._counts = list(slices), counts
+        self._parameters = [one.parameter for one in slices]
+        self._numbers = {id(one.parameter): number for number, one in enumerate(slices)}
+        self._groups = {one.place.group: one.parameter for one in reversed(slices)}
+        self._steps: list[MissedStep] = []
+        self._dropped = 0
+        """Steps before the first of these."""
+        self._level = dict.fromkeys(range(len(self._slices)))
+        self._since: dict[int, int] = {}
+        """The steps before the first that a slice has missed and not been told, by its number."""
+        self._due: dict[int, list[tuple[int, int]]] = {}
+        """Slices that are told then at the latest, by the number of steps; each with its `_since`."""
+        self._shared: dict[tuple[int, int, int, int], tuple[Update | None, Update]] = {}
+        """Updates of slices with the same past, by id() of what was pending, which is kept alive."""
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self._parameters)
+
+    @property
+    def _now(self) -> int:
+        return self._dropped + len(self._steps)
+
+    def tell_frozen(self) -> None:
+        """Have slices be level that are trained no more: they miss nothing while they are frozen."""
+        with torch._C.DisableTorchFunctionSubclass():  # whether it is trained is no value: no guard is asked
+            if not all(map(_trained, self._parameters)):
+                for number, one in enumerate(self._slices):
+                    if number in self._since and not one.parameter.requires_grad:
+                        one.unit.pending  # noqa: B018 - tells it
+
+    def level(self, found: Container[int]) -> list[Slice]:
+        """Return the trained slices that are level and have no gradient in a step. found: the id() of each
+        parameter that has one.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            level = [self._slices[number] for number in self._level]
+            return [one for one in level if id(one.parameter) not in found and one.parameter.requires_grad]
+
+    def due(self) -> Iterator[Unit]:
+        """Yield the units of slices that have missed as many steps as they may."""
+        for number, since in self._due.get(self._now, ()):
+            if self._since.get(number) == since:
+                yield self._slices[number].unit
+
+    def keep_options(self, step: MissedStep, options_of: Callable[[nn.Parameter], Any]) -> None:
+        """Keep the options of this stack's groups in `step`. options_of: a parameter's recipe and group.
+
+        Raises: ValueError for options out of range.
+        """
+        for group, parameter in self._groups.items():
+            count = self._counts.get(parameter, {}).get("step", 0)
+            since = self._since.get(self._numbers[id(parameter)], self._now)
+            step.keep(group, *options_of(parameter), count + 1 + self._now - since)
+
+    def begin(self, one: Slice, before: Update | None) -> None:
+        """Have a level slice miss all steps from the next one noted on. before: what is pending for it."""
+        number, now, limit = self._numbers[id(one.parameter)], self._now, most_misses(one.unit)
+        waits = 0.0 if before is None else before.misses
+        more = int(limit - waits) if one.may_wait and waits < limit else 1
+        self._due.setdefault(now + more, []).append((number, now))
+        one.unit.owe(one.index, self)
+        self._since[number] = now  # no call in between: a Ctrl-C finds both, or neither
+        del self._level[number]
+
+    def note(self, step: MissedStep) -> None:
+        """Note a step for all slices that are not level."""
+        self._shared.clear()
+        late = [one for one in self._due.pop(self._now, ()) if self._since.get(one[0]) == one[1]]
+        if late:  # an error, or a Ctrl-C, has kept them from being told
+            self._due.setdefault(self._now + 1, []).extend(late)
+        self._steps.append(step)
+        if len(self._steps) > 2 * MISSED_LIMIT:
+            told = min(self._since.values(), default=self._now) - self._dropped
+            del self._steps[:told]
+            self._dropped += told
+
+    def tell(self, pending: PendingUpdates, parameter: nn.Parameter) -> None:
+        """Add to what is pending for a slice's unit what it has missed: it is level then."""
+        number = self._numbers[id(parameter)]
+        since = self._since.get(number)
+        if since is None:
+            return
+        one, steps = self._slices[number], self._steps[since - self._dropped :]
+        if steps:
+            count = self._counts.setdefault(parameter, {})
+            before, now = count.get("step", 0), count.get("step", 0) + len(steps)
+            decides = not one.unit.record.is_elsewhere  # else the ranks that have it update it
+            missed = self._missed(one, pending.get(one.index), since, before) if decides else None
+            count["step"] = now  # no call from here on: a Ctrl-C finds all of it, or nothing
+            if missed is not None:
+                pending[one.index] = missed
+        self._level[number] = None
+        del self._since[number]
+
+    def _missed(self, one: Slice, before: Update | None, since: int, begun: int) -> Update:
+        """Return what is pending for a slice with all that it missed since, before which it had `begun`."""
+        steps, group = self._steps[since - self._dropped :], one.place.group
+        rounds = one.unit.record.schema.state_dtype != "fp32"
+        past = (id(before), since, group, begun)
+        if not rounds and (shared := self._shared.get(past)) is not None:
+            return shared[1]
+        missed = []
+        for count, step in enumerate(steps, begun + 1):
+            key = kernels.state_key(step.seed, one.place.position, count) if rounds else 0
+            missed.append((step.scalars(group, count), key))
+        if before is None:
+            after = Update.of_zeros(missed, steps[0].recipe(group))
+        else:
+            after = before.then_missed(missed)
+        if not rounds and (before is None or not before.has_gradient):
+            self._shared[past] = before, after
+        return after
+
+    def tell_all(self) -> None:
+        """Have all slices be level."""
+        for number in list(self._since):
+            self._slices[number].unit.pending  # noqa: B018 - tells it
+
+
+class MissedSteps:
+    """All stacks of which one optimizer has slices."""
+
+    def __init__(self) -> None:
+        """There are none yet."""
+        self._stacks: list[Stack] = []
+        self._of: dict[int, Stack] = {}
+        self._known: Hashable = None
+        self._in_use: list[Stack] = []
+        self._found: Collection[int] = ()
+        self._all_told = True
+
+    def know(
+        self,
+        known: Hashable,
+        stacks: Callable[[], Iterable[Sequence[Slice]]],
+        counts: dict[Any, dict[str, int]],
+    ) -> None:
+        """Follow these stacks, if they are others than before, which `known` tells."""
+        if known == self._known:
+            return
+        self.tell_all()
+        self._known, self._of, self._stacks = known, {}, []
+        for slices in stacks():
+            new = [one for one in slices if id(one.parameter) not in self._of]
+            if new:
+                stack = Stack(new, counts)
+                self._stacks.append(stack)
+                self._of.update((id(one), stack) for one in stack)
+
+    def tell_all(self) -> None:
+        """Tell all slices what they have missed; often called where there is nothing to tell."""
+        if not self._all_told:
+            for stack in self._stacks:
+                stack.tell_all()
+            self._all_told = True
+
+    def look(self, found: Collection[int]) -> list[Slice]:
+        """Return the slices that begin to miss steps, in a step that gives these parameters, by id(),
+        gradients.
+        """
+        hit = {self._of.get(one) for one in found}
+        self._found, self._in_use = found, [one for one in self._stacks if one in hit]
+        for stack in self._in_use:
+            stack.tell_frozen()
+        return [one for _, one in self._level()]
+
+    def _level(self) -> list[tuple[Stack, Slice]]:
+        return [(stack, one) for stack in self._in_use for one in stack.level(self._found)]
+
+    def due(self) -> Iterator[Unit]:
+        """Yield the units that are not to miss a further step."""
+        for stack in self._stacks:
+            yield from stack.due()
+
+    def note(self, step: MissedStep, options_of: Callable[[nn.Parameter], Any]) -> list[Slice]:
+        """Note a step, after `look`; return the slices that begin to miss steps, also those that were told
+        since then. options_of: see Stack.
+
+        Raises: ValueError for options out of range.
+        """
+        for stack in self._in_use:
+            stack.keep_options(step, options_of)
+        for _, one in self._level():
+            one.unit.pending  # noqa: B018 - tells the unit's other slices, too, which then begin as well
+        begin = [(stack, one, one.unit.pending.get(one.index)) for stack, one in self._level()]
+        self._all_told = False
+        for stack, one, before in begin:
+            stack.begin(one, before)
+        for stack in self._in_use:
+            stack.note(step)
+        self._found, self._in_use = (), []
+        return [one for _, one, _ in begin]

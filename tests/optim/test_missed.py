@@ -1,0 +1,205 @@
+"""Steps that slices of a stack miss, noted once for all. Faked: units, which have no record."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from infinity import kernels
+from infinity.optim import missed
+from infinity.optim.missed import MissedStep, MissedSteps, Slice, Stack
+from infinity.optim.ownership import ParameterPlace
+from infinity.records.update_rules import ADAMW
+from infinity.records.updates import PendingUpdates, Update
+
+OPTIONS = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "params": []}
+
+
+class FakeUnit:
+    def __init__(self, index, state_dtype="fp32", *, is_elsewhere=False):
+        self.index, self.parameters = index, [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+        schema = SimpleNamespace(state_dtype=state_dtype)
+        self.record = SimpleNamespace(schema=schema, is_elsewhere=is_elsewhere)
+        self.told, self.owed = PendingUpdates(), {}
+
+    def owe(self, index, owed):
+        self.owed[index] = owed
+
+    @property
+    def pending(self):
+        owed, self.owed = self.owed, {}
+        for index, one in owed.items():
+            one.tell(self.told, self.parameters[index])
+        return self.told
+
+
+def sliced(*units, index=0, may_wait=True):
+    return [
+        Slice(one.parameters[index], one, index, ParameterPlace(None, number, 0), may_wait)
+        for number, one in enumerate(units)
+    ]
+
+
+def noted(stack, *found, clip=1.0, options=OPTIONS, seed=3):
+    """Note a step in which these units have gradients; return the units that begin to miss steps."""
+    stack.tell_frozen()
+    step = MissedStep(clip, seed)
+    stack.keep_options(step, lambda _: (ADAMW, options))
+    begin = stack.level({id(one.parameters[0]) for one in found})
+    for one in begin:
+        stack.begin(one, one.unit.pending.get(0))
+    stack.note(step)
+    return [one.unit for one in begin]
+
+
+def test_a_slice_is_told_what_it_missed_when_it_is_looked_at_and_its_steps_are_counted():
+    used, unused, counts = FakeUnit(0), FakeUnit(1), {}
+    stack = Stack(sliced(used, unused), counts)
+    counts[unused.parameters[0]] = {"step": 5}
+    assert [noted(stack, used, clip=clip) for clip in (1.0, 0.5, 0.25)] == [[unused], [], []]
+    assert counts == {unused.parameters[0]: {"step": 5}}
+    scalars = [ADAMW.scalars(OPTIONS, step, clip) for step, clip in ((6, 1.0), (7, 0.5), (8, 0.25))]
+    expected = Update(scalars[2], None, None, 0, missed=((scalars[0], 0), (scalars[1], 0)), recipe=ADAMW)
+    assert [dict(one.pending) for one in (unused, unused, used)] == [{0: expected}, {0: expected}, {}]
+    assert counts == {unused.parameters[0]: {"step": 8}}
+
+
+def test_slices_with_the_same_past_share_an_update_and_others_have_their_own():
+    used, one, other, late, counts = *map(FakeUnit, range(4)), {}
+    stack = Stack(sliced(used, one, other, late), counts)
+    noted(stack, used, late)
+    noted(stack, used)
+    assert one.pending[0] is other.pending[0]
+    assert late.pending[0] == Update.of_zeros([(ADAMW.scalars(OPTIONS, 1, 1.0), 0)], ADAMW)
+    assert one.pending[0].misses == 2
+
+
+def test_options_are_those_of_each_step_whatever_becomes_of_them():
+    used, unused = FakeUnit(0), FakeUnit(1)
+    stack, options = Stack(sliced(used, unused), {}), {**OPTIONS, "lr": torch.tensor(0.5)}
+    for _ in range(2):
+        noted(stack, used, options=options)
+        options["lr"].mul_(0.5)
+    options["weight_decay"] = 7.0
+    first, second = (ADAMW.scalars({**OPTIONS, "lr": lr}, step, 1.0) for step, lr in ((1, 0.5), (2, 0.25)))
+    assert unused.pending[0] == Update.of_zeros([(first, 0), (second, 0)], ADAMW)
+
+
+def test_random_bits_are_those_of_each_slice_and_step():
+    used, unused = FakeUnit(0, "int8"), FakeUnit(1, "int8")
+    stack = Stack(sliced(used, unused), {})
+    noted(stack, used, seed=3)
+    noted(stack, used, seed=4)
+    update = unused.pending[0]
+    keys = [key for _, key in (*update.missed, (None, update.key))]
+    assert keys == [kernels.state_key(3, 1, 1), kernels.state_key(4, 1, 2)]
+
+
+def test_a_slice_whose_gradient_is_in_its_record_misses_the_steps_after_it():
+    used, unused, stack = FakeUnit(0), FakeUnit(1), None
+    stack = Stack(sliced(used, unused), {})
+    unused.told[0] = before = Update("its own", None, "grad16", recipe=ADAMW)
+    noted(stack, used)
+    noted(stack, used)
+    first, second = (ADAMW.scalars(OPTIONS, step, 1.0) for step in (1, 2))
+    assert unused.pending[0] == before._replace(after=((first, 0), (second, 0)))
+
+
+def test_a_slice_misses_nothing_while_it_is_frozen():
+    used, unused, counts = FakeUnit(0), FakeUnit(1), {}
+    stack = Stack(sliced(used, unused), counts)
+    noted(stack, used)
+    unused.parameters[0].requires_grad_(False)
+    assert noted(stack, used) == []
+    unused.parameters[0].requires_grad_()
+    assert noted(stack, used) == [unused]
+    assert (unused.pending[0].misses, counts[unused.parameters[0]]) == (2, {"step": 2})
+
+
+def test_an_expert_on_other_ranks_has_its_steps_counted_and_no_update():
+    used, unused, counts = FakeUnit(0), FakeUnit(1, is_elsewhere=True), {}
+    stack = Stack(sliced(used, unused), counts)
+    noted(stack, used)
+    assert (dict(unused.pending), counts[unused.parameters[0]]) == ({}, {"step": 1})
+
+
+@pytest.mark.parametrize(
+    ("before", "may_wait", "due"), [(0, True, 3), (2, True, 1), (math.inf, True, 1), (0, False, 1)]
+)
+def test_a_slice_is_due_when_it_has_missed_as_many_steps_as_it_may(monkeypatch, before, may_wait, due):
+    monkeypatch.setattr(missed, "MISSED_LIMIT", 3)
+    used, unused = FakeUnit(0), FakeUnit(1)
+    stack = Stack(sliced(used, unused, may_wait=may_wait), {})
+    if before:
+        tensor = torch.zeros(1) if before == math.inf else None
+        unused.told[0] = Update(None, tensor, None, missed=((None, 0),) * 1)
+    for _ in range(due):
+        assert list(stack.due()) == []
+        noted(stack, used)
+    assert list(stack.due()) == [unused]
+    noted(stack, used)  # nobody has told it
+    assert list(stack.due()) == [unused]
+    assert unused.pending
+    assert list(stack.due()) == []
+
+
+def test_what_fails_while_a_slice_is_told_is_told_the_next_time(monkeypatch):
+    used, unused, counts = FakeUnit(0), FakeUnit(1), {}
+    stack = Stack(sliced(used, unused), counts)
+    noted(stack, used)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(MissedStep, "scalars", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        stack.tell(unused.told, unused.parameters[0])
+    assert unused.told == {}
+    stack.tell(unused.told, unused.parameters[0])
+    stack.tell(unused.told, unused.parameters[0])
+    assert (unused.told[0].misses, counts[unused.parameters[0]]) == (1, {"step": 1})
+
+
+def test_steps_are_dropped_that_all_slices_have_been_told_of(monkeypatch):
+    monkeypatch.setattr(missed, "MISSED_LIMIT", 4)
+    used, unused, counts = FakeUnit(0), FakeUnit(1), {}
+    stack = Stack(sliced(used, unused), counts)
+    for _ in range(30):
+        for unit in stack.due():
+            unit.pending.clear()
+        noted(stack, used)
+    assert len(stack._steps) <= 9
+    assert unused.pending
+    assert counts[unused.parameters[0]] == {"step": 30}
+
+
+def test_options_out_of_range_are_an_error_of_their_step():
+    used, unused = FakeUnit(0), FakeUnit(1)
+    stack = Stack(sliced(used, unused), {})
+    with pytest.raises(ValueError, match="lr"):
+        noted(stack, used, options={**OPTIONS, "lr": -1.0})
+
+
+def test_slices_of_several_stacks_in_a_unit_miss_the_same_steps_though_they_are_told_in_the_middle_of_one():
+    used, unused, counts = FakeUnit(0), FakeUnit(1), {}
+    steps = MissedSteps()
+    steps.know(1, lambda: [sliced(used, unused), sliced(used, unused, index=1)], counts)
+    for number in range(4):
+        begin = steps.look(set(map(id, used.parameters)))
+        assert [(one.unit, one.index) for one in begin] == ([] if number else [(unused, 0), (unused, 1)])
+        if number == 2:
+            assert unused.pending[0].misses == 2
+        steps.note(MissedStep(1.0, 0), lambda _: (ADAMW, OPTIONS))
+    assert [unused.pending[index].misses for index in (0, 1)] == [4, 4]
+    assert [counts[one]["step"] for one in unused.parameters] == [4, 4]
+
+
+def test_other_stacks_than_before_are_followed_from_then_on_and_the_former_are_told():
+    one, other, counts = FakeUnit(0), FakeUnit(1), {}
+    steps = MissedSteps()
+    for known in (1, 2):
+        steps.know(known, lambda: [sliced(one, other)], counts)
+        assert [slice_.unit for slice_ in steps.look({id(one.parameters[0])})] == [other]
+        steps.note(MissedStep(1.0, 0), lambda _: (ADAMW, OPTIONS))
+    assert counts[other.parameters[0]] == {"step": 1}
+    steps.tell_all()
+    assert (counts[other.parameters[0]], other.told[0].misses) == ({"step": 2}, 2)
+    assert steps.look({0}) == []
