@@ -12,8 +12,8 @@ above the memory after the imports:
 
 With --base bf16 or fp8 the base is a checkpoint, written first, whose weights stay in its files.
 With --peer the same adapters are trained by others: torch, PEFT on a base in memory; accelerate, by
-disk_offload, whose mapped pages are given up after each step; deepspeed, ZeRO-3 with parameters on NVMe. Their
-memory is what is the process's alone. Losses are compared with torch's.
+disk_offload, whose mapped pages are given up after each step; deepspeed, ZeRO-3 with parameters on NVMe.
+Their memory is what is the process's alone. Losses are compared with torch's.
 Exits with 1 if either limit is exceeded; seconds mean something on a quiet machine alone.
 """
 

@@ -76,7 +76,7 @@ def _trained(model: Any, after: Callable[[], None] = lambda: None) -> Any:
 
 
 def _accelerate(spec: Any) -> Any:
-    """The base in files that are mapped while a layer computes. The system keeps their pages as long as it has
+    """The base in files that are mapped while a layer computes. The system keeps their pages while it has
     room, which no peak counts: so they are given up after each step, as they are where memory lacks.
     """
     offload: Any = importlib.import_module("accelerate").disk_offload
