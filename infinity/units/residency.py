@@ -13,8 +13,9 @@ from types import MappingProxyType
 from infinity.device.blocks import Blocks, DeviceBlocks, HostBlocks
 from infinity.device.device import Device, Download
 from infinity.errors import UnsupportedError
-from infinity.lane.fetch import FetchAndUpdatePass, FetchPass, UpdatePass
+from infinity.lane.fetch import FetchAndUpdatePass, FetchPass, UpdatePass, fetch_of
 from infinity.lane.lane import StreamLane
+from infinity.lane.outgoing import OutgoingShare
 from infinity.planning.course import Course
 from infinity.planning.cursor import Cursor
 from infinity.planning.cycle import make_cycle
@@ -37,9 +38,15 @@ class UnitResidency(Residency[Unit, UpdatePass]):
     """Owns the units' residence. Called from the thread that computes; the lane calls back under its lock."""
 
     def __init__(
-        self, lane: StreamLane, device: Device, timeline: Timeline, assembler: Assembler | None
+        self,
+        lane: StreamLane,
+        device: Device,
+        timeline: Timeline,
+        assembler: Assembler | None,
+        outgoing: OutgoingShare | None = None,
     ) -> None:
-        """Start without units. assembler: None with one rank."""
+        """Start without units. assembler: None with one rank. outgoing: lends fetches host memory."""
+        self._outgoing = outgoing
         self._ahead, self._ahead_of_divided = Ledger(0), Ledger(0)
         """Shares for units that wait: of all ranks, and of experts that are divided among them: those differ
         on each rank, and may not decide what all ranks fetch together.
@@ -433,7 +440,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
             job = FetchAndUpdatePass(target, self._device, unit.record.tile_numel)
             job.orthogonalize_by(self._assembler)
         else:
-            job = FetchPass(target, self._device, unit.record.tile_numel)
+            job = fetch_of(target, self._device, unit.record.tile_numel, self._outgoing)
         self._lane.submit(job, urgent=urgent)
         return job if self._assembler is None else self._assembler.assemble(unit, job, target)
 
