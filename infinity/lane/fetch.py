@@ -108,8 +108,8 @@ class FetchPass(_UnitPass):
     def __init__(
         self, unit: FetchTarget, device: Device, tile_numel: int, stage: Lease | None = None
     ) -> None:
-        """Prepare to fill the memory that the unit has now. stage: the unit's bytes, of the outgoing share: it
-        is put together in so much host memory before it goes to an accelerator; see tiles.
+        """Prepare to fill the memory that the unit has now. stage: its bytes, of the outgoing share: it is
+        put together in so much host memory before it goes to an accelerator; see tiles.
         """
         super().__init__(unit, device, tile_numel, unit.flat)
         self._lease = stage
