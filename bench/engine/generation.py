@@ -6,9 +6,9 @@ those that count. Bytes read are the kernel's, by /proc/self/io. accelerate's me
 the page cache, which no contestant's peak counts, as long as the system has room: so their pages are given up
 after each token, as they are where memory does not hold the model.
 
-The contestants of a round run one after the other, and their figures are compared within it; shown are medians
-of all rounds. The disk's bound of a token is what was read for it, at the rate at which the model's own file is
-read before and after that run; no bound is below what PyTorch in memory takes, if it runs.
+The contestants of a round run one after the other, and their figures are compared within it; shown are
+medians of all rounds. The disk's bound of a token is what was read for it, at the rate at which the model's own
+file is read before and after that run; no bound is below what PyTorch in memory takes, if it runs.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def _ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def findings_of(runs: Sequence[Runs], options: argparse.Namespace) -> Findings:
-    """Show all contestants, how much faster than accelerate the first budget is, and each beside its bound."""
+    """Show all contestants, how much faster than accelerate the first budget is, and each one's bound."""
     verdicts = [line for batch in options.batch for line in _verdicts(runs, batch)]
     rows = [one.row for one in runs]
     same = all(

@@ -1,5 +1,5 @@
-"""Generation beside other libraries: what is concluded from measurements. Faked: measurements. Real: one run of
-0.3 M parameters.
+"""Generation beside other libraries: what is concluded from measurements. Faked: measurements. Real: one run
+of 0.3 M parameters.
 """
 
 import argparse
