@@ -7,8 +7,8 @@ the page cache, which no contestant's peak counts, as long as the system has roo
 after each token, as they are where memory does not hold the model.
 
 The contestants of a round run one after the other, and their figures are compared within it; shown are
-medians of all rounds. The disk's bound of a token is what was read for it, at the rate at which the model's own
-file is read before and after that run; no bound is below what PyTorch in memory takes, if it runs.
+medians of all rounds. The disk's bound of a token is what was read for it, at the rate at which the model's
+own file is read before and after that run; no bound is below what PyTorch in memory takes, if it runs.
 """
 
 from __future__ import annotations
