@@ -11,9 +11,9 @@ above the memory after the imports:
     host_memory + 3 x (largest block's parameters and gradients, 16 bits each) + 200 MiB
 
 With --base bf16 or fp8 the base is a checkpoint, written first, whose weights stay in its files.
-With --peer the same adapters are trained by others: torch, PEFT on a base in memory; accelerate, by
-disk_offload, whose mapped pages are given up after each step; deepspeed, ZeRO-3 with parameters on NVMe.
-Their memory is what is the process's alone. Losses are compared with torch's.
+With --peer the same adapters are trained by others: torch, PEFT on a base in memory; deepspeed, ZeRO-3 with
+parameters on NVMe. (Under accelerate's disk_offload nothing trains: weights are on the meta device again when
+the backward needs them.) Their memory is what is the process's alone. Losses are compared with torch's.
 Exits with 1 if either limit is exceeded; seconds mean something on a quiet machine alone.
 """
 
@@ -212,8 +212,6 @@ def _environments(options: argparse.Namespace, console: Console) -> dict[str, En
     """Return where each peer runs. Raises: ConfigError for one that cannot."""
     if "deepspeed" in options.peer and options.base == "fp8":
         raise ConfigError("--peer deepspeed: ZeRO-3 does not read fp8. Choose --base built or bf16.")
-    if "accelerate" in options.peer and importlib.util.find_spec("accelerate") is None:
-        raise ConfigError("--peer accelerate needs accelerate: pip install accelerate")
     return {
         kind: rival.environment_of(options.venv, console) if kind == "deepspeed" else OWN
         for kind in dict.fromkeys(options.peer)
@@ -242,7 +240,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rank", type=positive, default=8, help="of the adapters")
     add("--tokens", type=positive, default=16)
     add("--steps", type=positive, default=3, help=f"counted, after {SETTLING} that settle")
-    peers = ("torch", "accelerate", "deepspeed")
+    peers = ("torch", "deepspeed")
     add("--peer", action="append", choices=peers, default=[], help="may be repeated")
     add("--venv", type=Path, metavar="DIR", help="DeepSpeed's virtual environment, with peft in it")
     add_outputs(parser, plots=False)

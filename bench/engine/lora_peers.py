@@ -1,5 +1,5 @@
-"""The peers of `infinity bench lora`, each in a process of its own: PEFT's LoRA on a base in memory, under
-accelerate's disk_offload, and under DeepSpeed's ZeRO-3 with parameters on NVMe.
+"""The peers of `infinity bench lora`, each in a process of its own: PEFT's LoRA on a base in memory, and
+under DeepSpeed's ZeRO-3 with parameters on NVMe.
 
 Started by infinity.bench.engine.lora, with the arguments of contestant.py. This file also runs in DeepSpeed's
 environment, where infinity is not installed: the two files beside it that it shares code with are loaded by
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -57,40 +56,16 @@ def adapted(spec: Any, base: Any) -> Any:
 
 
 def _torch(spec: Any) -> Any:
-    """The base in memory."""
-    return _trained(adapted(spec, _base(spec)))
-
-
-def _trained(model: Any, after: Callable[[], None] = lambda: None) -> Any:
-    """Have torch's AdamW train the adapters. after: called after each step."""
-    model = contestant.checkpointed(model)
+    """The base in memory; torch's AdamW trains the adapters."""
+    model = contestant.checkpointed(adapted(spec, _base(spec)))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, **contestant.RATES)
 
     def step() -> None:
         optimizer.step()
         optimizer.zero_grad()
-        after()
 
     return contestant.Contestant(model, contestant.count(model), torch.Tensor.backward, step)
-
-
-def _accelerate(spec: Any) -> Any:
-    """The base in files that are mapped while a layer computes. The system keeps their pages while it has
-    room, which no peak counts: so they are given up after each step, as they are where memory lacks.
-    """
-    offload: Any = importlib.import_module("accelerate").disk_offload
-    place = Path(spec.nvme, "offloaded")
-    base = offload(_base(spec), str(place), execution_device=torch.device("cpu"), offload_buffers=True)
-
-    def give_up() -> None:
-        for path in place.iterdir():
-            with path.open("rb") as file:
-                os.fdatasync(file.fileno())  # the kernel gives up clean pages alone
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    give_up()
-    return _trained(adapted(spec, base), give_up)
 
 
 def _deepspeed(spec: Any) -> Any:
@@ -125,7 +100,7 @@ def _watched(build: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return built
 
 
-KINDS = {"torch": _torch, "accelerate": _accelerate, "deepspeed": _deepspeed}
+KINDS = {"torch": _torch, "deepspeed": _deepspeed}
 
 if __name__ == "__main__":
     contestant.KINDS.update({kind: _watched(build) for kind, build in KINDS.items()})

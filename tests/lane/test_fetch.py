@@ -561,7 +561,9 @@ def test_an_update_in_host_memory_of_moments_written_in_part_goes_by_tiles_and_i
 class Elsewhere(CpuDevice):
     """Computes in other memory than the host's, which happens to be beside it."""
 
-    is_host = False
+    def __init__(self):
+        super().__init__()
+        self.is_host = False
 
     def upload(self, flat, start, address, numel):
         nbytes = numel * flat.itemsize
@@ -574,7 +576,7 @@ class Elsewhere(CpuDevice):
 def test_what_its_file_has_transposed_goes_to_an_accelerator_in_one_reading_where_there_is_room(
     folder, share
 ):
-    rows, cols, count = 192, 160, 3
+    rows, cols, count = 512, 512, 2
     codes, scales = rows * cols // 2 * count, rows * cols // MX_BLOCK * count
     path, noise = folder / "stack", random.Random(5)
     path.write_bytes(noise.randbytes(codes) + bytes(noise.randrange(110, 130) for _ in range(scales)))
@@ -595,6 +597,6 @@ def test_what_its_file_has_transposed_goes_to_an_accelerator_in_one_reading_wher
     assert torch.equal(flat[: weight.numel], expected)
     packed = codes + scales
     read = traffic.read["checkpoint", "hi"]
-    assert packed <= read < 1.2 * packed if share == "room" else read > 2 * packed
+    assert packed <= read < 1.3 * packed if share == "room" else read > 8 * packed
     assert outgoing.held_nbytes == 0
     store.close()
