@@ -1,4 +1,5 @@
-"""NVMe bytes and peak memory of a LoRA step on an offloaded base, beside their limits: `infinity bench lora`.
+"""NVMe bytes and peak memory of a LoRA step on an offloaded base, beside their limits and other libraries:
+`infinity bench lora`.
 
     infinity bench lora --nvme DIR --json lora.json
 
@@ -10,7 +11,10 @@ above the memory after the imports:
     host_memory + 3 x (largest block's parameters and gradients, 16 bits each) + 200 MiB
 
 With --base bf16 or fp8 the base is a checkpoint, written first, whose weights stay in its files.
-Exits with 1 if either limit is exceeded. Time does not matter: this may run on a busy machine.
+With --peer the same adapters are trained by others: torch, PEFT on a base in memory; deepspeed, ZeRO-3 with
+parameters on NVMe. (Under accelerate's disk_offload nothing trains: weights are on the meta device again when
+the backward needs them.) Their memory is what is the process's alone. Losses are compared with torch's.
+Exits with 1 if either limit is exceeded; seconds mean something on a quiet machine alone.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,15 +30,25 @@ from typing import Any
 from rich.console import Console
 
 from infinity.bench.arguments import positive
+from infinity.bench.engine import rival
 from infinity.bench.engine.base_files import PACKINGS, write_base
 from infinity.bench.engine.memory import ALLOWANCE, largest_block
-from infinity.bench.engine.runs import OWN, SETTLING, SHAPES, Measured, Model, folder_on, measure
+from infinity.bench.engine.runs import (
+    OWN,
+    SETTLING,
+    SHAPES,
+    Environment,
+    Measured,
+    Model,
+    folder_on,
+    measure,
+)
 from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, report
 from infinity.bench.targets import Target, mark
 from infinity.errors import ConfigError
 from infinity.sizes import format_size, parse_size
 
-HELP = "Bytes and memory of a LoRA step on an offloaded or streamed base, beside their limits."
+HELP = "Bytes and memory of a LoRA step on an offloaded or streamed base, beside limits and other libraries."
 WRITTEN = Target("≤", 1.0, "% of the bytes read are written")
 
 
@@ -53,6 +68,8 @@ class LoraRow:
     """Seconds until the model was there."""
     first_step_s: float
     """Seconds until the first step was over, loading included."""
+    seconds: float
+    """Of a step."""
 
     @property
     def read_per_parameter(self) -> float:
@@ -92,27 +109,61 @@ def row_of(model: str, host_memory: str, run: Measured) -> LoraRow:
         bound_nbytes=parse_size(host_memory) + blocks + ALLOWANCE,
         build_s=run.build_s,
         first_step_s=run.build_s + sum(run.all_seconds[:1]),
+        seconds=run.seconds,
     )
 
 
-def findings_of(row: LoraRow, run: Measured, options: argparse.Namespace) -> Findings:
-    """Show the bytes and the peak beside their limits."""
+def _row_of_peer(kind: str, options: argparse.Namespace, run: Measured) -> dict[str, Any]:
+    """Return what a peer has in the table: it has no limits."""
+    return {
+        "contestant": kind,
+        "model": options.model,
+        "parameters": run.parameters,
+        "read_nbytes": run.read_nbytes,
+        "read_per_parameter": run.read_per_parameter,
+        "written_nbytes": run.written_nbytes,
+        "peak_nbytes": run.engine["own_peak_nbytes"],
+        "build_s": run.build_s,
+        "first_step_s": run.build_s + sum(run.all_seconds[:1]),
+        "seconds": run.seconds,
+        "run": run,
+    }
+
+
+def _verdict_of_losses(run: Measured, peers: Mapping[str, Measured]) -> list[str]:
+    """Return a line that compares our losses with those of PEFT in memory, if it ran."""
+    if "torch" not in peers:
+        return []
+    same = run.all_losses == peers["torch"].all_losses
+    return [
+        f"losses of {len(run.all_losses)} steps are those of PEFT in memory, to the bit: {mark(met=same)}"
+    ]
+
+
+def findings_of(
+    row: LoraRow, run: Measured, options: argparse.Namespace, peers: Mapping[str, Measured]
+) -> Findings:
+    """Show the bytes and the peak beside their limits, and what the peers take."""
     return Findings(
         title=f"LoRA of rank {options.rank} on an offloaded base, {options.tokens} tokens a step",
         rows=[
             {
+                "contestant": "infinity",
                 **asdict(row),
                 "read_per_parameter": row.read_per_parameter,
                 "written_percent": row.written_percent,
                 "met": row.met,
                 "run": run,
-            }
+            },
+            *(_row_of_peer(kind, options, one) for kind, one in peers.items()),
         ],
         columns=[
+            Column("contestant", "contestant"),
             Column("model", "model"),
             Column("parameters", "parameters", "{:,}".format),
             Column("build_s", "s until it is there", "{:.1f}".format),
             Column("first_step_s", "first step over, s", "{:.1f}".format),
+            Column("seconds", "s a step", "{:.2f}".format),
             Column("read_nbytes", "read in a step", format_bytes),
             Column("read_per_parameter", "B per parameter", "{:.2f}".format),
             Column("written_nbytes", "written", format_bytes),
@@ -124,6 +175,7 @@ def findings_of(row: LoraRow, run: Measured, options: argparse.Namespace) -> Fin
         verdicts=[
             WRITTEN.verdict([row.written_percent]),
             f"peak memory above the imports within its bound: {mark(met=row.within)}",
+            *_verdict_of_losses(run, peers),
         ],
         options=asked(options),
     )
@@ -138,6 +190,7 @@ def train(options: argparse.Namespace, folder: Path, console: Console) -> Findin
     """Train the adapters in a process of their own. Raises: ConfigError without peft."""
     if importlib.util.find_spec("peft") is None:
         raise ConfigError("infinity bench lora needs peft: pip install peft")
+    environments = _environments(options, console)
     model = Model(options.model, options.tokens, SETTLING + options.steps)
     settings: dict[str, Any] = {"host_memory": options.host_memory, "rank": options.rank}
     with tempfile.TemporaryDirectory(prefix="infinity-base-", dir=folder) as place:
@@ -147,7 +200,33 @@ def train(options: argparse.Namespace, folder: Path, console: Console) -> Findin
             settings["files"] = str(base)
         with console.status("building or loading the base, training its adapters"):
             run = measure(OWN, "lora", model, folder, settings, "lora_worker.py")
-    return findings_of(row_of(options.model, options.host_memory, run), run, options)
+        row = row_of(options.model, options.host_memory, run)  # before the peers, if it measured nothing
+        peers = {}
+        for kind, environment in environments.items():
+            with console.status(f"training them by {kind}"):
+                peers[kind] = _measured_peer(kind, environment, model, folder, settings)
+    return findings_of(row, run, options, peers)
+
+
+def _environments(options: argparse.Namespace, console: Console) -> dict[str, Environment]:
+    """Return where each peer runs. Raises: ConfigError for one that cannot."""
+    if "deepspeed" in options.peer and options.base == "fp8":
+        raise ConfigError("--peer deepspeed: ZeRO-3 does not read fp8. Choose --base built or bf16.")
+    return {
+        kind: rival.environment_of(options.venv, console) if kind == "deepspeed" else OWN
+        for kind in dict.fromkeys(options.peer)
+    }
+
+
+def _measured_peer(
+    kind: str, environment: Environment, model: Model, folder: Path, settings: dict[str, Any]
+) -> Measured:
+    chosen = {key: value for key, value in settings.items() if key != "host_memory"}
+    if kind == "deepspeed":
+        tuned = rival.settings(model.shape)
+        zero = {key: one for key, one in tuned["zero_optimization"].items() if key != "offload_optimizer"}
+        chosen["deepspeed"] = {**tuned, "zero_optimization": zero}
+    return measure(environment, kind, model, folder, chosen, "lora_peers.py")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -161,6 +240,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rank", type=positive, default=8, help="of the adapters")
     add("--tokens", type=positive, default=16)
     add("--steps", type=positive, default=3, help=f"counted, after {SETTLING} that settle")
+    peers = ("torch", "deepspeed")
+    add("--peer", action="append", choices=peers, default=[], help="may be repeated")
+    add("--venv", type=Path, metavar="DIR", help="DeepSpeed's virtual environment, with peft in it")
     add_outputs(parser, plots=False)
 
 

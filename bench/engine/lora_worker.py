@@ -26,6 +26,7 @@ def lora(spec: Spec) -> Contestant:
         with infinity.Init(nvme=spec.nvme, device="cpu", frozen=True, **chosen):
             base = LlamaForCausalLM.from_pretrained(files)
         base.config.use_cache = False
+    torch.manual_seed(spec.seed)  # as the peers, whatever the base has drawn
     model = checkpointed(peft.get_peft_model(base, config))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, **RATES)

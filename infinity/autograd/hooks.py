@@ -219,7 +219,7 @@ class Hooks:
         if task != -1:
             self._note_backward(task)
         if self._at_once and outer is None:
-            self._hold_all(below, frame)
+            self._residency.hold_here(below, frame.units)
             return
         as_chosen = slices and self._residency.in_round  # see [Note: routed units in tiles]
         for unit in units:
@@ -227,10 +227,8 @@ class Hooks:
                 self._hold(unit, frame)
 
     def _is_held(self, module: nn.Module, task: int) -> bool:
-        """Whether a forward that is under way holds what `module` uses: see [Note: covered modules] and
-        [Note: all at once].
-        """
-        if self._at_once and self._is_covered(module):
+        """Whether a forward that is under way holds what `module` uses: see [Note: covered modules]."""
+        if self.is_covered(module):
             return True
         frame = self._frames[-1]
         if id(module) not in frame.covers or frame.task != task or "forward" in module.__dict__:
@@ -290,18 +288,13 @@ class Hooks:
         alone = task == -1 and not self._counting
         self._at_once = alone and bool(below) and self._residency.are_here(below)
 
-    def _is_covered(self, module: nn.Module) -> bool:
-        """Whether the outermost forward holds the units of `module`, which begins within it: see
+    def is_covered(self, module: nn.Module) -> bool:
+        """Whether the outermost forward holds the units of `module`, which begins or ends within it: see
         [Note: all at once].
         """
-        frames = self._frames
-        covered = len(frames) == 1 and frames[0].module != id(module)
-        return covered and not torch.is_grad_enabled() and graph_task() == -1
-
-    def _hold_all(self, units: Iterable[Unit], frame: Frame) -> None:
-        for unit in units:
-            self._residency.hold_here(unit)
-            frame.units.append(unit)
+        if not self._at_once or len(self._frames) != 1 or self._frames[0].module == id(module):
+            return False
+        return not torch.is_grad_enabled() and graph_task() == -1
 
     def _hold(self, unit: Unit, frame: Frame) -> None:
         leased = frame.again and not unit.trainable
@@ -331,9 +324,9 @@ class Hooks:
 
         Raises: UnsupportedError naming a parameter that was changed.
         """
-        if self._at_once and all(frame.module != id(module) for frame in self._frames):
-            return
         frames, key, ours = self._frames, id(module), False
+        if self._at_once and key != frames[0].module and all(frame.module != key for frame in frames):
+            return
         if frames and key in frames[-1].covers and "forward" not in module.__dict__:
             return
         while frames and not ours:
@@ -358,6 +351,8 @@ class Hooks:
     def _end_frame(self, frame: Frame, output: Any) -> None:
         """End the innermost frame. Where a Ctrl-C interrupts this, `_abandon_frames` ends the rest."""
         try:
+            if self._at_once and len(self._frames) == 1:
+                self._residency.drop_here(frame.units)
             while frame.units:
                 self._end_use(frame.units.pop(0), frame, output)
         finally:  # also where the engine has failed: hooks left on torch's stack would keep the model

@@ -44,6 +44,9 @@ class Follower(Protocol):
     def leave(self, module: nn.Module, output: Any) -> None:
         """End a module's forward, also one that raised."""
 
+    def is_covered(self, module: nn.Module) -> bool:
+        """Whether there is nothing to do where `module` begins or ends."""
+
 
 class _Hook:
     """What both hooks have in common: they cannot be copied away from their module."""
@@ -86,17 +89,22 @@ class Entering(_Hook):
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """As torch calls it; returns other arguments where `_would_repeat_weight`."""
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        if transformed or not self._hooks.is_covered(module):
+            self._enter(module, args, kwargs, transformed=transformed)
+        if isinstance(module, nn.Linear) and args and _would_repeat_weight(module, args[0]):
+            return (args[0].contiguous(), *args[1:]), kwargs
+        return None
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any, *, transformed: bool) -> None:
         units = self._units
         if "forward" in module.__dict__:  # else its class's, which is none of tiling's
             units = self._below if runs_in_slices(module, (args, kwargs)) else units
             units = [] if postpones(module, kwargs) else units
-        if torch._C._functorch.peek_interpreter_stack() is None:
-            self._hooks.enter(module, units, (args, kwargs), below=self._below, covers=self._covers)
-        else:
+        if transformed:
             self._enter_transformed(module, units, (args, kwargs))
-        if isinstance(module, nn.Linear) and args and _would_repeat_weight(module, args[0]):
-            return (args[0].contiguous(), *args[1:]), kwargs
-        return None
+        else:
+            self._hooks.enter(module, units, (args, kwargs), below=self._below, covers=self._covers)
 
     def _enter_transformed(self, module: nn.Module, units: list[Unit], inputs: Any) -> None:
         """Begin a forward under a transform of torch.func, in which every tensor that is made is wrapped."""
@@ -130,7 +138,8 @@ class Leaving(_Hook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """As torch calls it."""
         if torch._C._functorch.peek_interpreter_stack() is None:
-            self._hooks.leave(module, output)
+            if not self._hooks.is_covered(module):
+                self._hooks.leave(module, output)
         else:
             with temporarily_clear_interpreter_stack():
                 self._hooks.leave(module, pytree.tree_map_only(torch.Tensor, _unwrapped, output))

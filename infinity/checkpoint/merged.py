@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.export import write_model
+from infinity.checkpoint.export import Others, write_model
 from infinity.checkpoint.peft import is_adapted
 from infinity.engine.engine import Engine, engine_of, engine_of_model
 from infinity.engine.gathered import gathered
@@ -59,6 +59,21 @@ def save_merged(
         raise ValueError(
             f"{type(model).__name__} has no adapters of PEFT: infinity.save_pretrained writes it as it is"
         )
+    write_merged(model, Path(folder), dtype, max_shard_size, overwrite=overwrite)
+
+
+def write_merged(
+    model: nn.Module,
+    folder: Path,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+    *,
+    overwrite: bool = False,
+    trained: Others | None = None,
+) -> None:
+    """Write a model as `save_merged` does, which says what this raises; `trained`: weights of the base that
+    were trained whole, and are written with these values.
+    """
     engine = engine_of_model(model)
     _check_tuner(model)
     _check_types(engine, dtype)
@@ -66,8 +81,8 @@ def save_merged(
     base: nn.Module = peft_model.get_base_model()
     wrapped = list(_wrapped(base))
     with _unwrapped(wrapped):
-        others = MergedLayers(base, [one for one in wrapped if one.merges])
-        write_model(base, Path(folder), dtype, max_shard_size, overwrite=overwrite, others=others)
+        others = MergedLayers(base, [one for one in wrapped if one.merges], trained)
+        write_model(base, folder, dtype, max_shard_size, overwrite=overwrite, others=others)
 
 
 def _check_tuner(model: Any) -> None:
@@ -172,12 +187,12 @@ def _unwrapped(wrapped: list[WrappedLayer]) -> Iterator[None]:
 
 
 class MergedLayers:
-    """The weights that adapters are merged into: see export.Others."""
+    """The weights that adapters are merged into, and those that were trained whole: see export.Others."""
 
-    def __init__(self, base: nn.Module, layers: list[WrappedLayer]) -> None:
-        """base: the unwrapped model.
+    def __init__(self, base: nn.Module, layers: list[WrappedLayer], trained: Others | None = None) -> None:
+        """base: the unwrapped model. trained: weights of it with other values, none of them adapted.
 
-        Raises: UnsupportedError for a weight of two adapted layers.
+        Raises: UnsupportedError for a weight of two adapted layers, or that was trained whole as well.
         """
         names = {id(parameter): name for name, parameter in base.named_parameters()}
         self._layers: list[tuple[WrappedLayer, Mapping[str, str]]] = []
@@ -191,9 +206,16 @@ class MergedLayers:
                 )
             self.names |= set(own.values())
             self._layers.append((layer, own))
+        self._trained = trained
+        if trained is not None:
+            if twice := self.names & set(trained.names):
+                raise UnsupportedError(f"{', '.join(sorted(twice))}: adapted, and trained whole")
+            self.names |= set(trained.names)
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Merge layer by layer; see export.Others."""
+        if self._trained is not None:
+            yield from self._trained.values()
         for layer, own in self._layers:
             for part, values in _merged(layer.wrapper, layer.inner).items():
                 yield own[part], values

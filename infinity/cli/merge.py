@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import safe_open
 
-from infinity.checkpoint.merged import save_merged
+from infinity.checkpoint.merged import write_merged
+from infinity.checkpoint.trained_modules import TrainedModules
 from infinity.config.settings import Config
 from infinity.engine.init import Init
 from infinity.errors import ConfigError
@@ -38,19 +41,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help=overwrite)
 
 
-def _check_adapter(folder: Path) -> None:
-    """Refuse adapters with trained copies of modules, which PEFT makes of a base inside Init alone.
+def _check_adapter(folder: Path) -> list[str]:
+    """Return which modules were trained whole; refuse adapters of tokens.
 
     Raises: ConfigError.
     """
     said = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    for key in ("modules_to_save", "trainable_token_indices"):
-        if said.get(key):
-            raise ConfigError(
-                f"{folder}: {key}={said[key]}: the command merges adapters alone. In a program, load the "
-                "base and the adapters (PeftModel.from_pretrained) inside `with infinity.Init(...):`, and "
-                "call infinity.save_merged(model, folder): it writes modules_to_save as they were trained."
-            )
+    if said.get(key := "trainable_token_indices"):
+        raise ConfigError(
+            f"{folder}: {key}={said[key]}: adapters of single tokens are not merged here. In memory, "
+            "PEFT's model.merge_and_unload() may do it."
+        )
+    return list(said.get("modules_to_save") or ())
+
+
+def _adapted(base: Any, folder: Path, modules: list[str]) -> tuple[Any, TrainedModules | None]:
+    """Return the base with its adapters, and what else was trained: PEFT would copy `modules` of the base
+    first, which needs memory for them.
+
+    Raises: ConfigError naming what is not in the adapters' file, or not in the model.
+    """
+    import peft
+
+    if not modules:
+        return peft.PeftModel.from_pretrained(base, str(folder)), None
+    trained = TrainedModules(base, folder, modules)
+    said: Any = peft.PeftConfig.from_pretrained(str(folder))
+    said.modules_to_save, said.inference_mode = None, True
+    model: Any = peft.get_peft_model(base, said)
+    weights = trained.adapters()
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    hollow = {name: torch.empty(one.shape, device="meta") for name, one in tensors}
+    wanted = peft.get_peft_model_state_dict(model, state_dict=hollow, save_embedding_layers=False).keys()
+    if lacking := wanted - weights.keys():
+        raise ConfigError(f"{folder}: its file lacks {min(lacking)} and {len(lacking) - 1} others")
+    if unknown := peft.set_peft_model_state_dict(model, weights).unexpected_keys:
+        raise ConfigError(f"{folder}: {min(unknown)} of its file belongs to no adapter of the base")
+    return model, trained
 
 
 def _type_of(base: Path, said: Any) -> str:
@@ -84,13 +111,13 @@ def run(options: argparse.Namespace, console: Console) -> int:
         if not (folder / what).is_file():
             raise ConfigError(f"{folder}: there is no {what}. Name a folder of a model, and one of adapters.")
     try:
-        import peft
+        import peft  # noqa: F401 - see _adapted
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise ConfigError(
             "infinity merge needs transformers and peft: pip install transformers peft"
         ) from error
-    _check_adapter(options.adapter)
+    modules = _check_adapter(options.adapter)
     loads: Any = AutoModelForCausalLM
     said: Any = AutoConfig.from_pretrained(options.base, local_files_only=True, trust_remote_code=False)
     config = Config(host_memory=options.host_memory, device="cpu", dtype=_type_of(options.base, said))
@@ -99,9 +126,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
         with Init(config, frozen=True):
             base = loads.from_pretrained(options.base, local_files_only=True, trust_remote_code=False)
         computes = base.dtype
-        model: Any = peft.PeftModel.from_pretrained(base, str(options.adapter))
+        model, trained = _adapted(base, options.adapter, modules)
         dtype = computes if options.widen else None
         size, overwrite = options.max_shard_size, options.overwrite
-        save_merged(model, options.folder, dtype, size, overwrite=overwrite)
+        write_merged(model, options.folder, dtype, size, overwrite=overwrite, trained=trained)
     console.print(f"{options.folder}: weights in {computes}, with the adapters merged, for from_pretrained")
     return 0

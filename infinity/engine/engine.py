@@ -124,7 +124,9 @@ class Engine:
         self.outgoing_share = OutgoingShare(self.device, self.timeline)
         self.partition = self._open_partition()
         """What several ranks do together; None where there is one."""
-        self.residency = UnitResidency(self.lane, self.device, self.timeline, self.partition)
+        self.residency = UnitResidency(
+            self.lane, self.device, self.timeline, self.partition, self.outgoing_share
+        )
         self.parameters = Parameters(self.lane, self.residency, self.partition, self.durable, self.store)
         self.checkpoint_store: CheckpointStore | None = None
         """The files that weights are read from where they lie; None where there are none."""

@@ -21,6 +21,7 @@ before it asks for conversions.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -30,6 +31,8 @@ import torch
 from infinity.engine import layouts
 from infinity.errors import UnsupportedError
 from infinity.storage.packed import Packed
+
+logger = logging.getLogger("infinity")
 
 Offer = Callable[[Callable[[layouts.Find], "Packed | None"], torch.Size, torch.dtype], "torch.Tensor | None"]
 """What makes the weight where its tensors are in files, its shape, and the type to widen it to; returns what
@@ -229,6 +232,22 @@ def check_order(said: Any) -> None:
             )
 
 
+def say_activations_stay(said: Any) -> None:
+    """Log that activations are not quantised, where a checkpoint says how they are to be."""
+    inner = getattr(said, "quantization_config", None) or said
+    kinds = ("input_activations", "output_activations")
+    groups = (getattr(inner, "config_groups", None) or {}).values()
+    asked = {one for one in kinds for group in groups if getattr(group, one, None) is not None}
+    asked |= {"activation_scheme"} if getattr(said, "activation_scheme", None) is not None else set()
+    if asked:
+        logger.warning(
+            "the checkpoint's configuration has activations quantised (%s): inside Init they are not. Layers "
+            "compute in the model's type, with weights that are widened to it, so results may differ from "
+            "those of a server that quantises both.",
+            ", ".join(sorted(asked)),
+        )
+
+
 def _dequantizing(quantizer: Any) -> dict[str, Any]:
     """Return what makes a quantizer convert weights while they are loaded, also where a GPU is."""
     before = quantizer.validate_environment
@@ -236,6 +255,7 @@ def _dequantizing(quantizer: Any) -> dict[str, Any]:
     def validate_environment(self: Any, *args: Any, **kwargs: Any) -> None:
         if self.pre_quantized:
             check_order(self.quantization_config)
+            say_activations_stay(self.quantization_config)
             self.quantization_config.dequantize = True
             if hasattr(self.quantization_config, "use_optimized_inference"):
                 self.quantization_config.use_optimized_inference = False

@@ -16,6 +16,7 @@ from infinity import kernels
 from infinity.device.device import Device, Download
 from infinity.lane.base import Pass
 from infinity.lane.matrices import MOMENTUM, MatrixOwners, WholeMatrices
+from infinity.lane.outgoing import Lease, OutgoingShare
 from infinity.lane.passes import clear, piece_address
 from infinity.planning.layout import TilePiece, pieces, tiles
 from infinity.planning.queue import JobLane
@@ -104,9 +105,32 @@ class _UnitPass(Pass):
 class FetchPass(_UnitPass):
     """Bring the `hi` of a unit without pending updates to its memory."""
 
-    def __init__(self, unit: FetchTarget, device: Device, tile_numel: int) -> None:
-        """Prepare to fill the memory that the unit has now."""
+    def __init__(
+        self, unit: FetchTarget, device: Device, tile_numel: int, stage: Lease | None = None
+    ) -> None:
+        """Prepare to fill the memory that the unit has now. stage: its bytes, of the outgoing share: it is
+        put together in so much host memory before it goes to an accelerator; see tiles.
+        """
         super().__init__(unit, device, tile_numel, unit.flat)
+        self._lease = stage
+        self._stage: torch.Tensor | None = None
+        self.on_finished.append(self._drop_stage)
+
+    def _drop_stage(self) -> None:
+        self._stage = None
+        if self._lease is not None:
+            self._lease.end()
+
+    def own_address(self, field: str, start: int) -> int | None:
+        """See Pass: in the unit's memory, or where it is put together."""
+        if field != "hi" or self._stage is None:
+            return super().own_address(field, start)
+        return int(self._stage.data_ptr()) + self._stage.itemsize * start
+
+    @property
+    def own_memory(self) -> object:
+        """See Pass."""
+        return super().own_memory if self._stage is None else self._stage
 
     @property
     def only_uploads(self) -> bool:
@@ -124,7 +148,8 @@ class FetchPass(_UnitPass):
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Cut the record into what a slot holds: several tiles, as `hi` is narrower than a whole record, and
         more of what is packed in files, which comes to the unit's memory through the slot. What is uploaded
-        from host memory takes no slot, and is one tile.
+        from host memory takes no slot, and is one tile. So is what its file has transposed, of which any tile
+        would be read, and widened, whole: it is put together in host memory, where there is room.
         """
         self.adopts = frozenset({"hi"} & self.record.targets.keys())
         if self._hi_lies_in_place():
@@ -132,7 +157,9 @@ class FetchPass(_UnitPass):
         if self.only_uploads:
             return iter([(0, self._filled())])
         schema, at_once = self.record.schema, self.record.tiles_read_at_once()
-        if at_once is not None and self._place_of_hi(0) is not None:
+        if self._lease is not None:
+            self._stage = self._device.take_host_buffer(self._filled(), compute_dtype(schema))
+        if at_once is not None and self.own_address("hi", 0) is not None:
             return tiles(self._filled(), self._tile_numel * at_once)
         # What lies in files takes its window, too, twice as much for small parameters: see checkpoint_store.
         width = schema.width if self.record.in_files is None else 3 * schema.width
@@ -145,6 +172,14 @@ class FetchPass(_UnitPass):
     def process(self, start: int, stop: int, addresses: dict[str, int]) -> Sequence[Transfer] | None:
         """Upload."""
         return self._upload(start, stop, addresses)
+
+
+def fetch_of(unit: FetchTarget, device: Device, tile_numel: int, share: OutgoingShare | None) -> FetchPass:
+    """Return a pass that brings `hi`. It takes of `share` what it is put together in, if that pays."""
+    stage = None
+    if share is not None and not device.is_host and unit.record.is_transposed:
+        stage = share.try_lease(unit.record.field_nbytes("hi"))
+    return FetchPass(unit, device, tile_numel, stage)
 
 
 class _UpdatingPass(_UnitPass):

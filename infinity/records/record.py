@@ -223,16 +223,18 @@ class Record:
         store, extent = self._in_files
         return store.packed_nbytes(extent)
 
+    @property
+    def is_transposed(self) -> bool:
+        """Whether anything of it is packed in files in another order: it is best read at once."""
+        return self._in_files is not None and self._in_files[0].transposes(self._in_files[1])
+
     def tiles_read_at_once(self) -> int | None:
         """Return how many tiles of what is packed in files fill a slot as they are there; all of those that
         are transposed there. None where nothing is packed.
         """
         packed = self.packed_nbytes
-        if packed is None or self._in_files is None:
-            return None
-        store, extent = self._in_files
-        if store.transposes(extent):
-            return -(-self.shard.numel // self.tile_numel)
+        if packed is None or self.is_transposed:
+            return None if packed is None else -(-self.shard.numel // self.tile_numel)
         return max(1, self.schema.slot_nbytes * self.shard.numel // packed)
 
     def keep_packed(self, extent: Extent) -> None:

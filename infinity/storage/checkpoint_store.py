@@ -13,11 +13,6 @@ hold at once, as a matrix that its file has transposed, is read in several turns
 [Note: packed copies]
 Packed weights that are to stay in host memory stay packed: `keep` gives an extent memory for its ranges of
 files, which the next reads fill on their way. What is there is no more read, but widened where it is used.
-
-[Note: files that change]
-Nobody keeps others from writing to these files. What a file was when it was opened, its size and the time of
-its last change, is compared before every read; the content is compared, too, with what the first read of each
-tile found (see records). A file that is replaced by another of its name stays open, and its bytes stay.
 """
 
 from __future__ import annotations
@@ -25,7 +20,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -36,79 +30,11 @@ from infinity import aio, kernels
 from infinity.errors import CorruptionError, UnsupportedError
 from infinity.planning.layout import RecordSchema
 from infinity.sizes import BLOCK, format_size, round_up
-from infinity.storage.memory import Arena, view
+from infinity.storage.checkpoint_file import CheckpointFile
 from infinity.storage.packed import FileRange, Packed, PackedCut
 from infinity.storage.store import AllOf, Extent, Request
 
 logger = logging.getLogger("infinity")
-
-
-class CheckpointFile:
-    """A file of somebody else's, open to be read; see [Note: files that change]."""
-
-    def __init__(self, engine: aio.IoEngine, path: str) -> None:
-        """Open it, with O_DIRECT if its file system has that.
-
-        Raises: OSError naming the file.
-        """
-        self._buffered = engine.open_to_read(path, direct=False)
-        self.path = self._buffered.path
-        self.nbytes, self.modified_ns = self._seen()
-        self.io = self._opened(engine)
-        """What the engine reads from."""
-
-    @property
-    def direct(self) -> bool:
-        """Whether it is read with O_DIRECT."""
-        return self.io.direct
-
-    def _opened(self, engine: aio.IoEngine) -> aio.File:
-        """Return the file opened with O_DIRECT, after a trial; as it is where that does not work."""
-        if self.nbytes < BLOCK or not engine.direct:
-            return self._buffered
-        try:
-            file = engine.open_to_read(self.path, direct=True)
-            memory = Arena(BLOCK)
-            engine.read(file, 0, memory.address, BLOCK, what=f"a trial of {self.path}", owner=memory).wait()
-        except OSError as error:
-            logger.warning("%s is read through the page cache: no O_DIRECT there (%s)", self.path, error)
-            return self._buffered
-        return file
-
-    def _seen(self) -> tuple[int, int]:
-        status = os.fstat(self._buffered.fd)
-        return status.st_size, status.st_mtime_ns
-
-    def check(self) -> None:
-        """See that the file is what it was when it was opened.
-
-        Raises: CorruptionError naming it, and what changed.
-        """
-        nbytes, modified_ns = self._seen()
-        if (nbytes, modified_ns) != (self.nbytes, self.modified_ns):
-            raise CorruptionError(
-                f"{self.path} was changed while weights are read from it: {nbytes} B, changed at "
-                f"{_moment(modified_ns)}; when the model was loaded it had {self.nbytes} B, changed at "
-                f"{_moment(self.modified_ns)}. Load the model again, and leave its files alone while it is "
-                "in use."
-            )
-
-    def read_end(self, offset: int, address: int, nbytes: int) -> None:
-        """Read bytes at the end of the file, less than a block, through the page cache.
-
-        Raises: CorruptionError where the file has ended before.
-        """
-        if os.preadv(self._buffered.fd, [view(address, nbytes)], offset) != nbytes:
-            raise CorruptionError(f"{self.path} ended before byte {offset + nbytes}: it was cut meanwhile")
-
-    def close(self) -> None:
-        """Close it once its requests are over."""
-        self.io.close()
-        self._buffered.close()
-
-
-def _moment(ns: int) -> str:
-    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(ns // 10**9))}.{ns % 10**9:09d}"
 
 
 class _Source(NamedTuple):
@@ -374,6 +300,8 @@ class CheckpointStore:
         self._engine = engine or aio.open_reader(kind)
         self._owns = engine is None
         self._files: dict[str, CheckpointFile] = {}
+        self._cached: set[Path] = set()
+        """Folders of files that are read through the page cache: said once."""
         self._parts: dict[int, tuple[Part, ...]] = {}
         self._copies: dict[int, _PackedCopy] = {}
         self._next = 0
@@ -387,7 +315,15 @@ class CheckpointStore:
         """Return a file, opened when it is first asked for. Raises: OSError naming it."""
         real = os.path.realpath(path)
         if real not in self._files:
-            self._files[real] = CheckpointFile(self._engine, real)
+            self._files[real] = one = CheckpointFile(self._engine, real)
+            if one.refused is not None and (folder := Path(real).parent) not in self._cached:
+                self._cached.add(folder)
+                logger.warning(
+                    "weights in %s are read through the page cache, which no budget counts: no O_DIRECT "
+                    "there (%s)",
+                    folder,
+                    one.refused,
+                )
         return self._files[real]
 
     def part(

@@ -10,11 +10,14 @@ from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 
+import torch
+
 from infinity.device.blocks import Blocks, DeviceBlocks, HostBlocks
 from infinity.device.device import Device, Download
 from infinity.errors import UnsupportedError
-from infinity.lane.fetch import FetchAndUpdatePass, FetchPass, UpdatePass
+from infinity.lane.fetch import FetchAndUpdatePass, FetchPass, UpdatePass, fetch_of
 from infinity.lane.lane import StreamLane
+from infinity.lane.outgoing import OutgoingShare
 from infinity.planning.course import Course
 from infinity.planning.cursor import Cursor
 from infinity.planning.cycle import make_cycle
@@ -30,6 +33,7 @@ from infinity.units.changes import COMPARED_EVERY, came_too_late, would_be_lost
 from infinity.units.device_updates import DeviceUpdates, bring_down
 from infinity.units.meeting import MeetingOfRanks
 from infinity.units.routed_layers import RoutedLayers
+from infinity.units.stalls import stalls_of
 from infinity.units.unit import Unit
 
 
@@ -37,9 +41,15 @@ class UnitResidency(Residency[Unit, UpdatePass]):
     """Owns the units' residence. Called from the thread that computes; the lane calls back under its lock."""
 
     def __init__(
-        self, lane: StreamLane, device: Device, timeline: Timeline, assembler: Assembler | None
+        self,
+        lane: StreamLane,
+        device: Device,
+        timeline: Timeline,
+        assembler: Assembler | None,
+        outgoing: OutgoingShare | None = None,
     ) -> None:
-        """Start without units. assembler: None with one rank."""
+        """Start without units. assembler: None with one rank. outgoing: lends fetches host memory."""
+        self._outgoing = outgoing
         self._ahead, self._ahead_of_divided = Ledger(0), Ledger(0)
         """Shares for units that wait: of all ranks, and of experts that are divided among them: those differ
         on each rank, and may not decide what all ranks fetch together.
@@ -310,14 +320,24 @@ class UnitResidency(Residency[Unit, UpdatePass]):
             unit in self._staying or self._keeps_resident or unit.residence.lodged
         )
 
-    def hold_here(self, unit: Unit) -> None:
-        """Like `hold`, in a round, for a unit that is here: there is nothing to plan for it."""
-        if not unit.attached:
-            self.counts.count_use()
-            unit.residence.count_use()
-            self.make_resident(unit)
-            self._attach(unit)
-        unit.residence.use()
+    def hold_here(self, units: Iterable[Unit], held: list[Unit]) -> None:
+        """Like `hold`, in a round, for units that `are_here`, which join `held`: nothing is planned."""
+        with torch._C.DisableTorchFunctionSubclass():  # asking released parameters takes a tenth of the time
+            for unit in units:
+                residence = unit.residence
+                if not unit.attached:
+                    self.counts.count_use()
+                    residence.count_use()
+                    self.make_resident(unit)
+                    self._attach(unit)
+                residence.use()
+                held.append(unit)
+
+    def drop_here(self, held: list[Unit]) -> None:
+        """End the holds of `hold_here`; the list is empty afterwards."""
+        with torch._C.DisableTorchFunctionSubclass():
+            while held:
+                self.drop(held.pop(0))
 
     def _refuse_change(self, unit: Unit, why: str) -> None:
         """Note that a parameter was changed where it may not be, for `raise_refused`. The lane fails at once
@@ -437,7 +457,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
             job = FetchAndUpdatePass(target, self._device, unit.record.tile_numel)
             job.orthogonalize_by(self._assembler)
         else:
-            job = FetchPass(target, self._device, unit.record.tile_numel)
+            job = fetch_of(target, self._device, unit.record.tile_numel, self._outgoing)
         self._lane.submit(job, urgent=urgent)
         return job if self._assembler is None else self._assembler.assemble(unit, job, target)
 
@@ -469,17 +489,9 @@ class UnitResidency(Residency[Unit, UpdatePass]):
             raise
 
     def _wait(self, job: Job, cause: str) -> None:
-        """Wait for a pass that computing cannot go on without, and record the stall: as one of slots for as
-        long as the pass waited for a slot meanwhile, which it does before its reads; the rest as `cause`.
-        """
-        waited_before_s, began = job.slot_wait_s, time.perf_counter()
-        self._lane.wait(job)
-        ended = time.perf_counter()
-        had_slots = min(began + job.slot_wait_s - waited_before_s, ended)
-        for name, since, until in (("slot", began, had_slots), (cause, had_slots, ended)):
-            if until > since:
-                self.counts.stalled(name, until - since)
-                self._timeline.span("stall", name, since, until)
+        for name, since, until in stalls_of(self._lane, job, cause):
+            self.counts.stalled(name, until - since)
+            self._timeline.span("stall", name, since, until)
 
     # Steps
 
@@ -536,9 +548,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         return True
 
     def begin_step(self) -> None:
-        """Plan anew if the last step was not as planned, or units take other memory than they did; begin the
-        fetches that open the plan.
-        """
+        """Plan anew where the last step was not as planned; begin the fetches that open the plan."""
         cursor = self.cursor
         if not cursor.trace:
             return

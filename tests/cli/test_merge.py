@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import quantised
 from infinity import ConfigError, UnsupportedError
@@ -84,11 +84,79 @@ def test_the_type_of_weights_is_that_of_the_files_where_the_configuration_names_
         run(folder / "base", folder / "adapter", folder / "other")
 
 
-@pytest.mark.parametrize("key", ["modules_to_save", "trainable_token_indices"])
-def test_adapters_with_trained_copies_are_refused_before_anything_is_read(folder, key):
+def test_adapters_of_tokens_are_refused_before_anything_is_read(folder):
     for name in ("base", "adapter"):
         (folder / name).mkdir()
     (folder / "base" / "config.json").write_text("{}")
-    (folder / "adapter" / "adapter_config.json").write_text(json.dumps({key: [1]}))
-    with pytest.raises(ConfigError, match=f"{key}.*the command merges adapters alone"):
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps({"trainable_token_indices": [1]}))
+    with pytest.raises(ConfigError, match=r"trainable_token_indices=.*single tokens are not merged here"):
         run(folder / "base", folder / "adapter", folder / "merged")
+
+
+def llama(folder, **options):
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(**{**quantised.SIZES, **options})
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "base")
+
+
+def trained_whole(folder, modules):
+    """Save adapters and modules that were trained whole, and the base with both."""
+    torch.manual_seed(3)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
+    settings = {"target_modules": ["q_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    model = peft.get_peft_model(base, peft.LoraConfig(**settings, modules_to_save=modules))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.mul_(2)
+    model.save_pretrained(folder / "adapter")
+    model.merge_and_unload().save_pretrained(folder / "expected")
+
+
+@pytest.mark.parametrize("modules", [["lm_head", "embed_tokens"], ["0.mlp", "norm"]])
+def test_modules_that_were_trained_whole_take_the_place_of_the_bases(folder, modules):
+    llama(folder)
+    trained_whole(folder, modules)
+    assert run(folder / "base", folder / "adapter", folder / "merged", "--host-memory", "16MiB") == 0
+    expected, found = (load_file(folder / one / "model.safetensors") for one in ("expected", "merged"))
+    assert differences(expected, dict(sorted(found.items()))) == []
+    base = load_file(folder / "base" / "model.safetensors")
+    assert torch.equal(found["model.norm.weight"], base["model.norm.weight"]) != ("norm" in modules)
+
+
+def test_what_an_adapters_file_lacks_or_has_in_another_shape_is_named_and_nothing_is_written(folder):
+    llama(folder)
+    trained_whole(folder, ["lm_head"])
+    file, said = (folder / "adapter" / one for one in ("adapter_model.safetensors", "adapter_config.json"))
+    tensors, key = load_file(file), "base_model.model.lm_head.weight"
+    names = folder / "base", folder / "adapter", folder / "merged"
+    lora = next(one for one in tensors if "lora_A" in one)
+    without = [{name: one for name, one in tensors.items() if name != gone} for gone in (key, lora)]
+    for others, why in (
+        (without[0], r"nothing for lm_head\.weight.*the base has \[64, 256\]"),
+        ({**tensors, key: tensors[key][:60].clone()}, r"\[60, 256\] for lm_head\.weight"),
+        ({**tensors, "base_model.model.lm_head.other": tensors[key]}, r"lm_head\.other: neither"),
+        (without[1], "lacks .*lora_A.* and 0 others"),
+        (
+            {**tensors, "base_model.model.model.other": tensors[key]},
+            "other of its file belongs to no",
+        ),
+    ):
+        save_file({name: one.clone() for name, one in others.items()}, file)
+        with pytest.raises(ConfigError, match=why):
+            run(*names, "--host-memory", "16MiB")
+    said.write_text(json.dumps({**json.loads(said.read_text()), "modules_to_save": ["score"]}))
+    with pytest.raises(ConfigError, match="modules_to_save='score', which no module of the base is called"):
+        run(*names, "--host-memory", "16MiB")
+    file.rename(folder / "adapter" / "adapter_model.bin")
+    with pytest.raises(ConfigError, match=r"there is no adapter_model\.safetensors"):
+        run(*names, "--host-memory", "16MiB")
+    assert not (folder / "merged").exists()
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+def test_a_module_that_is_tied_to_one_that_was_not_trained_is_refused(folder):
+    llama(folder, tie_word_embeddings=True)
+    trained_whole(folder, ["embed_tokens"])
+    with pytest.raises(ConfigError, match=r"embed_tokens\.weight was trained .* ties it to lm_head\.weight"):
+        run(folder / "base", folder / "adapter", folder / "merged", "--host-memory", "16MiB")

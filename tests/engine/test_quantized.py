@@ -15,7 +15,7 @@ import models
 import quantised
 from infinity import AdamW, CorruptionError, Init, UnsupportedError, reference
 from infinity.engine.engine import engine_of_model
-from infinity.engine.quantized import check_order
+from infinity.engine.quantized import check_order, say_activations_stay
 from parity import differences, repeatable
 
 pytestmark = [pytest.mark.disk]
@@ -49,8 +49,9 @@ def logits(model, number=0):
         return model(input_ids=models.batch(number)).logits
 
 
-def test_fp8_weights_are_read_packed_and_have_the_bits_of_transformers(folder, path):
+def test_fp8_weights_are_read_packed_and_have_the_bits_of_transformers(folder, path, caplog):
     plain, ours = plain_of(path), loaded(path, folder)
+    assert caplog.text.count("activations quantised (activation_scheme): inside Init they are not") == 1
     counted = infinity.stats(ours)
     assert (counted.read_nbytes, counted.written_nbytes) == ({}, {})
     assert all(unit.record.in_files is not None for unit in engine_of_model(ours).units)
@@ -321,3 +322,11 @@ def test_scales_of_columns_in_their_own_order_are_refused_before_anything_is_rea
             check_order(said)
     else:
         check_order(said)
+
+
+@pytest.mark.parametrize("kind", ["input_activations", "output_activations"])
+def test_activations_that_a_checkpoint_wants_quantised_are_said_to_stay(kind, caplog):
+    for asked in (None, SimpleNamespace(num_bits=8)):
+        said = SimpleNamespace(config_groups={"group_0": SimpleNamespace(weights=None, **{kind: asked})})
+        say_activations_stay(SimpleNamespace(quantization_config=said))
+        assert (f"activations quantised ({kind})" in caplog.text) == (asked is not None)

@@ -1,5 +1,6 @@
 """Ranges of files read into memory. Trusted: the files' own bytes."""
 
+import errno
 import os
 import random
 
@@ -72,6 +73,20 @@ def test_a_window_that_is_too_small_is_an_error_with_the_numbers(folder, file):
     with pytest.raises(AssertionError, match=r"a\.hi: expected a window of 8192 B, got 4096 B"):
         read(store, extent, 0, 2 * BLOCK, window=BLOCK)
     store.close()
+
+
+def test_a_file_system_that_refuses_direct_reads_when_they_are_tried_is_said_once_for_a_folder(file, caplog):
+    (other := file.with_name("other")).write_bytes(file.read_bytes())
+    store = CheckpointStore(kind="threads")
+    for one in (file, other):
+        faults.inject(store._engine, 1, -errno.EINVAL)  # as NFS may answer, where opening works
+        found = store.file(str(one))
+        assert not found.direct
+        extent = store.lay([FilePart(found, 8, 5000, 0)], 5000)
+        assert read(store, extent, 0, 5000) == one.read_bytes()[8:5008]
+    store.close()
+    (said,) = [one.message for one in caplog.records if "through the page cache" in one.message]
+    assert str(file.parent) in said
 
 
 def test_a_file_is_opened_once_by_whatever_name(store, file, folder):

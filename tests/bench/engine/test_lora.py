@@ -1,10 +1,12 @@
 """What LoRA reads and writes, beside its limits. Faked: measurements. Real: one run of 0.9 M parameters."""
 
+import argparse
 import importlib.util
 import json
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from contestants import BOTH
 from infinity import __main__ as cli
@@ -77,3 +79,35 @@ def test_a_small_base_is_read_in_each_step_and_never_written(folder, monkeypatch
     assert row["read_nbytes"] > row["parameters"]
     assert row["written_nbytes"] == 0
     assert row["parameters"] > lora.SHAPES["1m"]["hidden_size"] ** 2
+
+
+@needs_peft
+@pytest.mark.disk
+@pytest.mark.parametrize("environment", BOTH)
+def test_a_peer_trains_the_same_adapters_and_its_losses_are_ours(folder, monkeypatch, environment, capsys):
+    monkeypatch.setattr(lora, "OWN", environment)
+    out = folder / "lora.json"
+    arguments = ["--nvme", str(folder), "--model", "1m", "--host-memory", "1MiB", "--steps", "1"]
+    arguments += ["--base", "bf16", "--peer", "torch", "--json", str(out)]
+    assert cli.main(["bench", "lora", *arguments]) == 0
+    assert "losses of 4 steps are those of PEFT in memory, to the bit: ✓" in capsys.readouterr().out
+    ours, torch = json.loads(out.read_text())["rows"]
+    assert [one["contestant"] for one in (ours, torch)] == ["infinity", "torch"]
+    assert ours["parameters"] == torch["parameters"]
+    assert torch["peak_nbytes"] > 0
+    assert torch["read_nbytes"] == 0 < ours["read_nbytes"]
+
+
+def test_a_peer_that_cannot_run_is_refused_before_anything_is_written(folder):
+    arguments = ["--nvme", str(folder), "--model", "1m", "--peer", "deepspeed"]
+    for more, why in (([], "needs --venv"), (["--base", "fp8", "--venv", str(folder)], "does not read fp8")):
+        options = command().parse_args([*arguments, *more])
+        with pytest.raises(ConfigError, match=why):
+            lora.train(options, folder, Console(quiet=True))
+    assert not list(folder.iterdir())
+
+
+def command():
+    parser = argparse.ArgumentParser()
+    lora.add_arguments(parser)
+    return parser
