@@ -222,6 +222,11 @@ def test_the_batch_size_that_is_left_out_follows_from_the_others(given, expected
         ({"scheduler": {"params": {"warmup_num_steps": 3}}}, "without a type"),
         ({"infinity": {"host_memroy": "1GiB"}}, "infinity.host_memroy: .*did you mean 'host_memory'"),
         ({"infinity": {"host_memory": 0}}, "host_memory=0"),
+        ({"infinity": {"accumulate_by_block": 1}}, "accumulate_by_block=1: expected true or false"),
+        (
+            {"infinity": {"accumulate_by_block": True}, "managed_gradient_accumulation": False},
+            "accumulate_by_block with managed_gradient_accumulation=false",
+        ),
         ({"infinity": {"dtype": "fp16"}}, "infinity.dtype='fp16', but the file's sections .* say bf16"),
     ],
 )
@@ -246,6 +251,19 @@ def test_parameters_and_states_on_two_drives_are_striped_over_both():
     assert Config.from_deepspeed({**BF16, "zero_optimization": zero}).nvme_folders == ("/nvme0", "/nvme1")
     zero["offload_optimizer"]["device"] = "cpu"
     assert Config.from_deepspeed({**BF16, "zero_optimization": zero}).nvme_folders == ("/nvme0",)
+
+
+def test_accumulation_by_block_is_the_engines_and_no_field_of_config():
+    asked = {**BF16, "infinity": {"accumulate_by_block": True, "host_memory": "1GiB"}}
+    settings = read(asked)
+    assert (settings.by_block, settings.config.host_nbytes) == (True, 1 << 30)
+    assert [line.value for line in settings.report.lines if line.key == "infinity.accumulate_by_block"] == [
+        True
+    ]
+    assert read(BF16, infinity={"accumulate_by_block": True}).by_block
+    assert not read(BF16).by_block
+    with pytest.raises(ConfigError, match=r"TrainerCallback\(by_block=True\)"):
+        Config.from_deepspeed(asked)
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(0, 3), (1, 1), (2, 2), (3, 3)])
