@@ -16,11 +16,10 @@ from places import SUPPORT
 pytestmark = [pytest.mark.multi, pytest.mark.disk]
 
 NAMES = tuple(sequence_models.MODELS)
-EXACT = ("llama", "qwen3", "mixtral")
 OTHERS = ("in slices", "dropout", "refused", "deepspeed", "trainer")
 CASES = {
-    2: [*(f"as one rank {name}" for name in NAMES), *(f"exact {name}" for name in EXACT), *OTHERS],
-    4: [*(f"as one rank {name}" for name in NAMES), *(f"exact {name}" for name in EXACT), "two sequences"],
+    2: [*(f"as one rank {name}" for name in NAMES), *(f"exact {name}" for name in NAMES), *OTHERS],
+    4: [*(f"as one rank {name}" for name in NAMES), *(f"exact {name}" for name in NAMES), "two sequences"],
 }
 BY_DEFAULT = {"as one rank gpt-oss", "exact qwen3", *OTHERS[:-1]}
 """On two ranks; four ranks, and the other models, are slow."""

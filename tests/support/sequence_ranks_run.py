@@ -375,7 +375,7 @@ def late(folder, model, data):
 CASES = {
     "trainer": trainer,
     **{f"as one rank {name}": partial(as_one_rank, name) for name in sequence_models.MODELS},
-    **{f"exact {name}": partial(exact, name) for name in ("llama", "qwen3", "mixtral")},
+    **{f"exact {name}": partial(exact, name) for name in sequence_models.MODELS},
     "in slices": partial(in_slices, "llama"),
     "dropout": partial(dropout, "llama"),
     "two sequences": two_sequences,
