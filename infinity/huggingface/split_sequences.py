@@ -11,16 +11,16 @@ with it the Trainer imports that package to split batches and to add losses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from transformers.trainer_utils import has_length
 
-from infinity.errors import ConfigError, UnsupportedError
+from infinity.errors import UnsupportedError
 from infinity.huggingface.running_trainer import made_trainer, running_trainer
 from infinity.sequences.loader import SequenceParallelLoader
-from infinity.sequences.parallel import SequenceParallel, sequences_of
+from infinity.sequences.parallel import SequenceParallel, is_divided, sequences_of
 
 
 def split_sequences(model: nn.Module, args: Any) -> None:
@@ -32,9 +32,8 @@ def split_sequences(model: nn.Module, args: Any) -> None:
     # `accelerate launch` may give one by the environment, to the Accelerator alone
     for asked in (args, getattr(trainer, "accelerator", None)):
         _refuse(getattr(asked, "parallelism_config", None))
-    sequences = shared_sequences(model)
-    if sequences is not None and trainer is not None:
-        _SplitTraining(trainer, sequences)
+    if trainer is not None and _shares(model):
+        _SplitTraining(trainer)
 
 
 def check_split(model: nn.Module, args: Any, state: Any, loader: Any) -> None:
@@ -45,9 +44,10 @@ def check_split(model: nn.Module, args: Any, state: Any, loader: Any) -> None:
     another loader, which splits nothing, in the place of one that splits.
     """
     trainer = running_trainer()
-    if trainer is None or shared_sequences(model) is None:
+    if trainer is None or not _shares(model):
         return
-    if not isinstance(trainer.__dict__.get("get_batch_samples"), _Parts):
+    taking = trainer.__dict__.get("get_batch_samples")
+    if not isinstance(getattr(taking, "__self__", None), _SplitTraining):
         raise UnsupportedError(
             "ranks share a sequence, but the Trainer's batches are not split: give it the callback when it "
             "is made, Trainer(..., callbacks=[infinity.huggingface.TrainerCallback()])"
@@ -64,13 +64,9 @@ def check_split(model: nn.Module, args: Any, state: Any, loader: Any) -> None:
             )
 
 
-def shared_sequences(model: nn.Module) -> SequenceParallel | None:
-    """Return what divides a model's sequences among several ranks; None where nothing does."""
-    try:
-        sequences = sequences_of(model)
-    except ConfigError:
-        return None
-    return sequences if sequences.size > 1 else None
+def _shares(model: nn.Module) -> bool:
+    """Whether several ranks share the sequences of a model."""
+    return is_divided(model) and sequences_of(model).size > 1
 
 
 def _refuse(asked: Any) -> None:
@@ -88,50 +84,38 @@ def _refuse(asked: Any) -> None:
 class _SplitTraining:
     """Replaces three functions of a Trainer, on that one instance; see [Note: what the Trainer counts]."""
 
-    def __init__(self, trainer: Any, sequences: SequenceParallel) -> None:
-        self._sequences = sequences
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._usual = (trainer.get_train_dataloader, trainer.get_batch_samples, trainer.evaluation_loop)
         self._splits = True
-        self._train_dataloader = trainer.get_train_dataloader
-        trainer.get_train_dataloader = self._of_sequences
-        trainer.get_batch_samples = _Parts(trainer.get_batch_samples, self._part)
-        trainer.evaluation_loop = _Whole(trainer.evaluation_loop, sequences)
+        trainer.get_train_dataloader = self._train_dataloader
+        trainer.get_batch_samples = self._batch_samples
+        trainer.evaluation_loop = self._evaluation_loop
 
-    def _of_sequences(self) -> Any:
+    @property
+    def _sequences(self) -> SequenceParallel:
+        return sequences_of(self._trainer.model)  # which model_init may have built anew
+
+    def _train_dataloader(self) -> Any:
         """Return the Trainer's loader, which gives the ranks of a sequence the same batches; one that splits
         them itself as it is.
         """
-        loader = self._train_dataloader()
+        loader = self._usual[0]()
         self._splits = not isinstance(loader, SequenceParallelLoader)
         if self._splits:
             share(loader, self._sequences)
         return loader
 
-    def _part(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return this rank's parts of batches."""
-        return iter(SequenceParallelLoader(batches, self._sequences)) if self._splits else batches
+    def _batch_samples(self, epoch_iterator: Iterator[Any], *more: Any, **options: Any) -> Any:
+        """Take this rank's parts of a step's micro-batches, of which the Trainer counts the labels."""
+        if self._splits:
+            epoch_iterator = iter(SequenceParallelLoader(epoch_iterator, self._sequences))
+        return self._usual[1](epoch_iterator, *more, **options)
 
-
-class _Parts:
-    """Replaces get_batch_samples, which takes a step's micro-batches from the loader and counts labels."""
-
-    def __init__(self, usual: Callable[..., Any], part: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
-        self._usual, self._part = usual, part
-
-    def __call__(self, epoch_iterator: Iterator[Any], *more: Any, **options: Any) -> Any:
-        """Take parts."""
-        return self._usual(self._part(epoch_iterator), *more, **options)
-
-
-class _Whole:
-    """Replaces evaluation_loop: each rank evaluates batches of its own, whole."""
-
-    def __init__(self, usual: Callable[..., Any], sequences: SequenceParallel) -> None:
-        self._usual, self._sequences = usual, sequences
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        """Evaluate."""
+    def _evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """Evaluate, or predict: each rank batches of its own, whole."""
         with self._sequences.whole():
-            return self._usual(*args, **options)
+            return self._usual[2](*args, **options)
 
 
 def share(loader: Any, sequences: SequenceParallel) -> None:
