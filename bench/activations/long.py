@@ -130,7 +130,7 @@ def measured(who: str, tokens: int, options: argparse.Namespace) -> dict[str, An
         said = f"{who} with {tokens:,} tokens ended with exit code {code}: {lines[-1]}"
         if who == "infinity":
             raise RunError(said)
-        nothing = {"losses": [], "seconds": [], "peak_nbytes": None, "step_s": None}
+        nothing: dict[str, Any] = {"losses": [], "seconds": [], "peak_nbytes": None, "step_s": None}
         return {"who": who, "tokens": tokens, "fits": False, "refused": said, **nothing}
     found: dict[str, Any] = json.loads(lines[-1])
     fits = found["refused"] is None and found["peak_nbytes"] <= options.within

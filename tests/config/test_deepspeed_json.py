@@ -253,19 +253,6 @@ def test_parameters_and_states_on_two_drives_are_striped_over_both():
     assert Config.from_deepspeed({**BF16, "zero_optimization": zero}).nvme_folders == ("/nvme0",)
 
 
-def test_accumulation_by_block_is_the_engines_and_no_field_of_config():
-    asked = {**BF16, "infinity": {"accumulate_by_block": True, "host_memory": "1GiB"}}
-    settings = read(asked)
-    assert (settings.by_block, settings.config.host_nbytes) == (True, 1 << 30)
-    assert [line.value for line in settings.report.lines if line.key == "infinity.accumulate_by_block"] == [
-        True
-    ]
-    assert read(BF16, infinity={"accumulate_by_block": True}).by_block
-    assert not read(BF16).by_block
-    with pytest.raises(ConfigError, match=r"TrainerCallback\(by_block=True\)"):
-        Config.from_deepspeed(asked)
-
-
 @pytest.mark.parametrize(("stage", "expected"), [(0, 3), (1, 1), (2, 2), (3, 3)])
 def test_the_stage_says_what_ranks_divide(stage, expected):
     assert Config.from_deepspeed({**BF16, "zero_optimization": {"stage": stage}}).stage == expected
