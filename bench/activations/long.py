@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
             with console.status(f"{who}, {tokens:,} tokens"):
                 row = measured(who, tokens, options)
             if not console.is_terminal:
-                said = f"{who}, {tokens:,} tokens: {format_size(row['peak_nbytes'])}"
+                said = f"{who}, {tokens:,} tokens: {_peak(row['peak_nbytes'])}"
                 console.print(said, highlight=False)
             return row
 
@@ -108,9 +108,9 @@ def search(measure: Callable[[int], dict[str, Any]], least: int, most: int) -> I
 
 
 def measured(who: str, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Return what one length of one contestant took.
+    """Return what one length of one contestant took; of a peer that fails, what it said.
 
-    Raises: RunError where it fails, with what it said.
+    Raises: RunError where ours fails, with what it said.
     """
     environment = Environment.of_venv(options.venv) if who == "deepspeed" else Environment(sys.executable)
     shape = {**SHAPES[options.model], "vocab_size": options.vocabulary}
@@ -127,7 +127,11 @@ def measured(who: str, tokens: int, options: argparse.Namespace) -> dict[str, An
         code, said = environment.run([str(Path(long_worker.__file__)), json.dumps(case)])
     lines = said.strip().splitlines() or ["it printed nothing"]
     if code:
-        raise RunError(f"{who} with {tokens:,} tokens ended with exit code {code}: {lines[-1]}")
+        said = f"{who} with {tokens:,} tokens ended with exit code {code}: {lines[-1]}"
+        if who == "infinity":
+            raise RunError(said)
+        nothing: dict[str, Any] = {"losses": [], "seconds": [], "peak_nbytes": None, "step_s": None}
+        return {"who": who, "tokens": tokens, "fits": False, "refused": said, **nothing}
     found: dict[str, Any] = json.loads(lines[-1])
     fits = found["refused"] is None and found["peak_nbytes"] <= options.within
     seconds = found["seconds"][-1] if found["seconds"] else None
@@ -155,7 +159,12 @@ def findings_of(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace) 
     verdicts = []
     for who in dict.fromkeys(row["who"] for row in rows):
         tokens = longest(rows, who)
-        all_fit = all(row["fits"] for row in rows if row["who"] == who)
+        own = [row for row in rows if row["who"] == who]
+        all_fit = all(row["fits"] for row in own)
+        failed = None if who == "infinity" or tokens else own[-1].get("refused")
+        if failed is not None:
+            verdicts.append(failed)
+            continue
         verdicts.append(
             f"{who}: {tokens:,} tokens within {within}{', and no more were tried' if all_fit else ''}"
         )
@@ -171,7 +180,7 @@ def findings_of(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace) 
         columns=[
             Column("who", "who"),
             Column("tokens", "tokens", "{:,}".format),
-            Column("peak_nbytes", "peak", format_size),
+            Column("peak_nbytes", "peak", _peak),
             Column("fits_word", f"within {within}"),
             Column("step_s", "seconds a step", lambda value: "" if value is None else f"{value:.1f}"),
         ],
@@ -184,7 +193,11 @@ def findings_of(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace) 
 def draw(axes: Axes, rows: Sequence[Mapping[str, Any]], within: int) -> None:
     """Draw peaks over lengths, a line per contestant, and the budget."""
     for who in dict.fromkeys(row["who"] for row in rows):
-        own = sorted((row["tokens"], row["peak_nbytes"] / 2**20) for row in rows if row["who"] == who)
+        own = sorted(
+            (row["tokens"], row["peak_nbytes"] / 2**20)
+            for row in rows
+            if row["who"] == who and row["peak_nbytes"]
+        )
         axes.plot([at for at, _ in own], [peak for _, peak in own], marker="o", label=who)
     axes.axhline(within / 2**20, linestyle="--", color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
@@ -192,6 +205,10 @@ def draw(axes: Axes, rows: Sequence[Mapping[str, Any]], within: int) -> None:
     axes.set(xlabel="tokens of a sequence", ylabel="peak of the process, MiB")
     axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize=7)
+
+
+def _peak(nbytes: int | None) -> str:
+    return "it failed" if nbytes is None else format_size(nbytes)
 
 
 # Types of arguments

@@ -118,6 +118,8 @@ class DeepSpeedSettings(Generic[C]):
     """Of the loss, with fp16."""
     managed_accumulation: bool
     """False: every step() is an update."""
+    by_block: bool
+    """Whether the micro-batches of an update share one fetch of the weights."""
     gathers_on_save: bool
     """Whether save_16bit_model writes."""
     curriculum: LengthSchedule | None
@@ -160,16 +162,18 @@ def translate(
     found = {path: taken(path, value) for path, value in _leaves(_content(source))}
     _fill_in(found, values)
     lines = {path: _line(path, value) for path, value in found.items()}
-    for name, value in (infinity or {}).items():
+    more = dict(infinity or {})
+    for name, value in more.items():
         lines[f"infinity.{name}"] = _line(f"infinity.{name}", value)
-    relation = _batches(found, _sequences(found, infinity or {}, world_size))
+    by_block = _by_block(found, more)
+    relation = _batches(found, _sequences(found, more, world_size))
     lines.update({name: _line(name, found[name]) for name in (_TRAIN, _MICRO, _STEPS) if name in found})
     _settle(found, lines, world_size)
     _refuse(tuple(lines.values()), strict=strict)
     given = {path: value for path, value in found.items() if value is not None}
     steps_per_print, precision = given.get("steps_per_print"), _precision(found)
     return DeepSpeedSettings(
-        config=config_type(**_fields(given, infinity or {}, precision, world_size, config_type)),
+        config=config_type(**_fields(given, more, precision, world_size, config_type)),
         optimizer=chosen(given),
         scheduler=_schedule(given),
         batches=relation,
@@ -180,6 +184,7 @@ def translate(
         precision=precision,
         scaling=_scaling(given) if precision == "fp16" else None,
         managed_accumulation=given.get("managed_gradient_accumulation", True),
+        by_block=by_block,
         gathers_on_save=any(given.get(key, False) for key in _GATHERS),
         curriculum=curriculum.length_schedule(given),
         random_ltd=data_routing.token_routing(given),
@@ -221,6 +226,24 @@ def _sequences(found: Mapping[str, Any], more: Mapping[str, Any], ranks: int) ->
     return ranks // int(size)
 
 
+def _by_block(found: MutableMapping[str, Any], more: MutableMapping[str, Any]) -> bool:
+    """Take BY_BLOCK, which is no field of Config, out of what a file and `more` say.
+
+    Raises: ConfigError for a value that is none, and where the file does not count micro-batches.
+    """
+    by_block = found.pop(BY_BLOCK, False)
+    by_block = more.pop(BY_BLOCK.partition(".")[2], by_block)
+    if not isinstance(by_block, bool):
+        raise ConfigError(f"{BY_BLOCK}={by_block!r}: expected true or false")
+    if by_block and found.get("managed_gradient_accumulation") is False:
+        raise ConfigError(
+            f"{BY_BLOCK} with managed_gradient_accumulation=false: which micro-batch is an update's last is "
+            "not known in its forward then. Leave one of the two out"
+        )
+    return by_block
+
+
+BY_BLOCK = "infinity.accumulate_by_block"
 _SEQUENCE = "sequence_parallel_size"
 _TRAIN, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 

@@ -351,9 +351,15 @@ class Config:
 
         Raises: ConfigError naming every key that is unknown, unsupported, or "auto" without a value.
         """
-        from infinity.config.deepspeed_json import translate
+        from infinity.config.deepspeed_json import BY_BLOCK, translate
 
-        return translate(source, cls, strict=strict, infinity=infinity, **values).config
+        settings = translate(source, cls, strict=strict, infinity=infinity, **values)
+        if settings.by_block:
+            raise ConfigError(
+                f"{BY_BLOCK} is for infinity.deepspeed.initialize, whose engine counts micro-batches. Leave "
+                "it out, and give the Trainer infinity.huggingface.TrainerCallback(by_block=True)"
+            )
+        return settings.config
 
     def __str__(self) -> str:
         """The settings in one line."""

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,6 +33,9 @@ from infinity.optim.base import OffloadedOptimizer
 from infinity.sequences.random_ltd import RandomLTD
 from infinity.sequences.sparse_attention import SparseAttention
 from infinity.sequences.warmup import SequenceWarmup
+
+if TYPE_CHECKING:
+    from infinity.huggingface.accumulation import HeldBatches
 
 logger = logging.getLogger("infinity")
 
@@ -82,6 +85,8 @@ class DeepSpeedEngine(nn.Module):
         self._norm: float | None = None
         self._applied = False
         self._boundary: bool | None = None
+        self._held = self._by_block() if settings.by_block else None
+        """What lets the micro-batches of an update share one fetch of the weights."""
         self._unsynced = self._stepping = False
         self._seconds = dict.fromkeys(("forward", "backward", "step"), 0.0)
         self._monitors = Monitors(settings.monitors if self.global_rank == 0 else {})
@@ -95,6 +100,13 @@ class DeepSpeedEngine(nn.Module):
                 list(engines), self.settings.batches.steps, self.scaling, applies=applies
             )
             weakref.finalize(self, self._gradients.close).atexit = False
+
+    def _by_block(self) -> HeldBatches | None:
+        from infinity.huggingface import accumulate_by_block  # transformers is there for this alone
+
+        if self.optimizer is None:
+            return None
+        return accumulate_by_block(self.module, self.optimizer, self.is_gradient_accumulation_boundary)
 
     @property
     def step_counts(self) -> dict[str, int]:
@@ -224,7 +236,8 @@ class DeepSpeedEngine(nn.Module):
             )
             self._losses = []
         self.global_steps += 1
-        self.global_samples += (self.settings.batches.micro or 0) * gradients.count * self._sequences
+        count = gradients.count if self._held is None else self.gradient_accumulation_steps()
+        self.global_samples += (self.settings.batches.micro or 0) * count * self._sequences
         gradients.begin_step()
 
     def _clip(self, optimizer: OffloadedOptimizer) -> float | None:
@@ -311,7 +324,8 @@ class DeepSpeedEngine(nn.Module):
                 f"{batches.micro} on {self._sequences} ranks"
             )
         steps = train_batch_size // at_once
-        if steps > 1 and self.optimizer is not None and self.optimizer.update == "backward":
+        early = self.optimizer is not None and self.optimizer.update == "backward"
+        if steps > 1 and early and self._held is None:
             raise UnsupportedError(
                 f"set_train_batch_size({train_batch_size}): {steps} backwards per update, but this optimizer "
                 "updates in the backward. Set gradient_clipping, or give initialize("
@@ -352,6 +366,8 @@ class DeepSpeedEngine(nn.Module):
         """
         if self._gradients is not None:
             self._gradients.close()
+        if self._held is not None:
+            self._held.undo()
         while self._changes:
             self._changes.pop().remove()
         self.optimizer = self.lr_scheduler = self.training_dataloader = self._gradients = None

@@ -2,7 +2,8 @@
 
 [Note: when updates happen]
 In the backward, if no step needs the norm of all gradients: gradient_clipping 0, bf16.check_grad_overflow
-false (or fp32), and one backward per step. Otherwise with the next forward. A script sees no difference.
+false (or fp32), and one backward per step, or one for all its micro-batches (accumulate_by_block). Otherwise
+with the next forward. A script sees no difference.
 """
 
 from __future__ import annotations
@@ -97,10 +98,16 @@ def initialize(
     ours, replaced = _optimizer(model, optimizer, model_parameters, settings)
     scheduler = _scheduler(lr_scheduler, ours, replaced, settings)
     loader, warmup = _loader(training_data, collate_fn, settings, model)
-    if settings.batches.steps > 1:
+    if settings.batches.steps > 1 and not settings.by_block:
         _tell_of_accumulation(model, settings.batches.steps)
     changes = _changes(model, settings)
-    return DeepSpeedEngine(model, ours, scheduler, settings, loader, warmup, changes), ours, loader, scheduler
+    try:
+        engine = DeepSpeedEngine(model, ours, scheduler, settings, loader, warmup, changes)
+    except BaseException:
+        for one in changes:
+            one.remove()
+        raise
+    return engine, ours, loader, scheduler
 
 
 def _tell_of_accumulation(model: nn.Module, steps: int) -> None:
@@ -109,8 +116,8 @@ def _tell_of_accumulation(model: nn.Module, steps: int) -> None:
     logger.info(
         "gradient_accumulation_steps=%d: each micro-batch fetches the weights anew, in forward and backward; "
         "what does not stay in host memory of these %s more is read from NVMe in every step. For causal "
-        "language models of transformers, infinity.huggingface.accumulate_by_block(engine.module, "
-        "engine.optimizer, engine.is_gradient_accumulation_boundary) lets them share one fetch",
+        'language models of transformers, "infinity": {"accumulate_by_block": true} in the configuration '
+        "lets them share one fetch",
         steps,
         format_size(again),
     )
@@ -207,7 +214,7 @@ def _optimizer(
 
 def _update(settings: Settings) -> Literal["forward", "backward"]:
     """See [Note: when updates happen]."""
-    one = settings.batches.steps == 1 and settings.managed_accumulation
+    one = settings.by_block or (settings.batches.steps == 1 and settings.managed_accumulation)
     early = one and not settings.gradient_clipping and not settings.check_overflow
     return "backward" if early else "forward"
 

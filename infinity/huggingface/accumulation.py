@@ -11,6 +11,10 @@ word (`GradientState.sync_gradients`), which its own loops and the Trainer's set
 Sums of gradients are made in fp32 and rounded once. Dropout draws its numbers block by block. Shorter
 micro-batches are padded to the longest of the step. Beside one micro-batch within one block, memory holds the
 inputs of every block for all of them: offload_activations moves these out.
+
+Of several ranks each holds its own. They fetch together, so that before a step's last forward they tell each
+other what they hold: where it is not the same number of micro-batches of the same number of rows, or those of
+one rank are no batch, all of them run them one after the other.
 """
 
 from __future__ import annotations
@@ -26,9 +30,10 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutput
 
 from infinity import tiling
-from infinity.engine.engine import engine_of
+from infinity.engine.engine import Engine, engine_of
 from infinity.errors import UnsupportedError
 from infinity.huggingface.held_logits import HeldLogits
+from infinity.sequences.parallel import is_divided
 
 logger = logging.getLogger("infinity")
 
@@ -44,7 +49,7 @@ def accumulate_by_block(
     """Let the micro-batches of a step share one fetch of the weights, in place; `undo` of what this returns
     undoes it. See [Note: held micro-batches].
 
-    model: a causal language model of transformers, or PEFT's over one, on one rank. Its forward is called
+    model: a causal language model of transformers, or PEFT's over one. Its forward is called
     with `labels`, and only the sum of a step's losses has a meaning: those of all micro-batches but the last
     are 0. A loop that weights losses one by one cannot use this; one that uses logits gets an
     UnsupportedError. `zero_grad()` of the optimizer or the model forgets the micro-batches that are held, as
@@ -56,7 +61,8 @@ def accumulate_by_block(
     engine.is_gradient_accumulation_boundary)`. For the Trainer: TrainerCallback(by_block=True).
 
     Raises: UnsupportedError for a model whose blocks or whose loss are not known, one that folds heads into
-    the batch (Bloom), PEFT's prefix tuning, or one that returns what each layer records.
+    the batch (Bloom), PEFT's prefix tuning, one that returns what each layer records, one whose sequences
+    ranks share, or whose weights are divided over a mesh.
     """
     return HeldBatches(model, optimizer, is_last or accelerate_steps)
 
@@ -78,6 +84,7 @@ class HeldBatches:
         self._model, self._forward, self._is_last, self._lasts = model, model.forward, is_last, lasts
         self._inner = _base_of(model)
         _check(model, self._inner)
+        self._engines_of_ranks = [one for one in _engines_of(self._inner) if one.ranks.size > 1]
         self.__signature__ = inspect.signature(model.forward)  # generate() and the Trainer look at it
         self._names = list(inspect.signature(type(self._inner).forward).parameters)[1:]
         self._held: list[Batch] = []
@@ -167,12 +174,14 @@ class HeldBatches:
         """Run the micro-batches of a step in one forward, or, where there is none, one after the other."""
         self._cut_into(len(held[0]["labels"]))
         merged = together(held)
+        if not self._all_can(held, merged is not None):
+            merged = None
         if merged is not None:
             try:
                 output = self._forward(**merged)
             except tiling.LogitsUsedError as error:
                 self.undo()
-                if getattr(self._optimizer, "update", None) == "backward":
+                if getattr(self._optimizer, "update", None) == "backward" or self._engines_of_ranks:
                     raise
                 self._say(len(held), str(error))
             else:
@@ -181,10 +190,17 @@ class HeldBatches:
             self._say(
                 len(held),
                 f"their arguments {sorted(held[0])} differ in more than in length, or each loss is the mean "
-                "over another number of labels. Give the model batches of equal shape, or num_items_in_batch",
+                "over another number of labels, here or on another rank. Give the model batches of equal "
+                "shape, or num_items_in_batch",
             )
         losses = [self._forward(**one)[0] for one in held]
         return _output(sum(losses), held[-1])
+
+    def _all_can(self, held: list[Batch], here: bool) -> bool:  # noqa: FBT001
+        """Whether the micro-batches of every rank are a batch, of as many rows and micro-batches as these."""
+        mine = [int(here), len(held), len(held[0]["labels"])]
+        said = [row for one in self._engines_of_ranks for row in one.ranks.of_all(mine, "micro-batches held")]
+        return here and all(row == mine for row in said)
 
     def _cut_into(self, micro_batch: int) -> None:
         if micro_batch != self._micro_batch:
@@ -254,11 +270,11 @@ def _check(model: Any, base: Any) -> None:
 
     Raises: UnsupportedError.
     """
-    config, ranks, kind = base.config, _ranks_of(base), type(base).__name__
-    if ranks > 1:
+    config, kind = base.config, type(base).__name__
+    if is_divided(model) or any(one.stages.mesh.several for one in _engines_of(base)):
         raise UnsupportedError(
-            f"{ranks} ranks: micro-batches share a fetch on one rank alone, since each rank would decide by "
-            "its own batches whether they can. Let each micro-batch fetch the weights"
+            f"{kind} is divided among ranks by its sequences, or over a mesh by its weights: micro-batches "
+            "share a fetch on ranks that have batches of their own alone. Let each fetch the weights"
         )
     text = getattr(config, "get_text_config", lambda: config)()
     source = inspect.getsource(inspect.unwrap(type(base).forward))
@@ -292,10 +308,10 @@ def _check_recorded(kind: str, given: Callable[[str], Any], where: str) -> None:
             )
 
 
-def _ranks_of(model: nn.Module) -> int:
-    """Return the number of ranks that a model is on; 1 for one outside of Init."""
-    engines = {engine for one in model.parameters() if (engine := engine_of(one)) is not None}
-    return max((engine.ranks.size for engine in engines), default=1)
+def _engines_of(model: nn.Module) -> list[Engine]:
+    """Return the engines of a model's parameters, in their order; none for one outside of Init."""
+    found = {engine: None for one in model.parameters() if (engine := engine_of(one)) is not None}
+    return list(found)
 
 
 def _copy(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which Trainer trains now, as the stack of callers says.
+"""Which Trainer trains now, or is being made, as the stack of callers says.
 
 A Trainer does not give itself to its callbacks, and an error that ends `trainer.train()` is no event of
 theirs. What lasts as long as a training therefore asks, when it is used, whether `train` is still among its
@@ -15,9 +15,18 @@ import transformers
 
 def running_trainer() -> transformers.Trainer | None:
     """Return the Trainer whose `train` is among the callers of this function, the innermost; else None."""
+    return _calling("train")
+
+
+def made_trainer() -> transformers.Trainer | None:
+    """Return the Trainer whose `__init__` is among the callers of this function, the innermost; else None."""
+    return _calling("__init__")
+
+
+def _calling(name: str) -> transformers.Trainer | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "train":
+        if frame.f_code.co_name == name:
             found = frame.f_locals.get("self")
             if isinstance(found, transformers.Trainer):
                 return found

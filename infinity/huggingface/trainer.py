@@ -27,6 +27,7 @@ from infinity.errors import UnsupportedError
 from infinity.huggingface import durable_training
 from infinity.huggingface.accumulation import HeldBatches, accelerate_steps, release
 from infinity.huggingface.running_trainer import running_trainer
+from infinity.huggingface.split_sequences import check_split, split_sequences
 from infinity.huggingface.trainer_setup import FOLDER, check_output, save_streamed, saving, settle_in
 from infinity.optim.base import OffloadedOptimizer
 from infinity.sizes import format_size
@@ -110,12 +111,14 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
             if wanted:
                 raise UnsupportedError(f"TrainingArguments({name}={getattr(args, name)!r}): {cure}")
         settle_in(kwargs["model"], args)
+        split_sequences(kwargs["model"], args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check the optimizer; load masters and moments where a training resumes, a durable one too."""
         model = kwargs["model"]
         save_streamed(model)  # model_init may have just built it
         check_output(model, args, state.global_step)
+        check_split(model, args, state, kwargs.get("train_dataloader"))
         self._seen = stats(model)
         if not _trains_ours(model):
             self._accumulate(model, kwargs["optimizer"], args)

@@ -107,6 +107,9 @@ class SequenceParallel:
         model = self._model()
         if model is None:
             raise ReferenceError("sequences.whole() of a model that was freed")
+        if self._away:  # inside another one
+            yield
+            return
         self._away = True
         model.set_attn_implementation(self._before)
         try:

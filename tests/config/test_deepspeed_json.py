@@ -222,6 +222,11 @@ def test_the_batch_size_that_is_left_out_follows_from_the_others(given, expected
         ({"scheduler": {"params": {"warmup_num_steps": 3}}}, "without a type"),
         ({"infinity": {"host_memroy": "1GiB"}}, "infinity.host_memroy: .*did you mean 'host_memory'"),
         ({"infinity": {"host_memory": 0}}, "host_memory=0"),
+        ({"infinity": {"accumulate_by_block": 1}}, "accumulate_by_block=1: expected true or false"),
+        (
+            {"infinity": {"accumulate_by_block": True}, "managed_gradient_accumulation": False},
+            "accumulate_by_block with managed_gradient_accumulation=false",
+        ),
         ({"infinity": {"dtype": "fp16"}}, "infinity.dtype='fp16', but the file's sections .* say bf16"),
     ],
 )

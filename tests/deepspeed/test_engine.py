@@ -101,6 +101,19 @@ def test_training_has_the_recipes_bits(folder, ways, built):
     assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (6 // accumulate, 6, 12)
 
 
+def test_accumulation_by_block_is_the_engines_and_no_field_of_config(folder):
+    asked = configuration(folder, infinity={"accumulate_by_block": True, "host_memory": "1GiB"})
+    settings = read(asked)
+    assert (settings.by_block, settings.config.host_nbytes) == (True, 1 << 30)
+    assert [line.value for line in settings.report.lines if line.key == "infinity.accumulate_by_block"] == [
+        True
+    ]
+    assert read(configuration(folder), infinity={"accumulate_by_block": True}).by_block
+    assert not read(configuration(folder)).by_block
+    with pytest.raises(ConfigError, match=r"TrainerCallback\(by_block=True\)"):
+        infinity.Config.from_deepspeed(asked)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_every_stage_has_the_recipes_bits(folder, stage):
     config = configuration(folder, gradient_clipping=0.5)

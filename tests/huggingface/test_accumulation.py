@@ -170,7 +170,7 @@ def loop_of_accelerate(model, held=None):
     accelerator = Accelerator(gradient_accumulation_steps=4, cpu=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(ROWS, batch_size=2))
     if held is not None:
-        held.append(accumulate_by_block(model, optimizer))
+        held.append(accumulate_by_block(model, optimizer).undo)
     model.train()
     losses, norms = [], []
     for ids in loader:
@@ -186,13 +186,17 @@ def loop_of_accelerate(model, held=None):
 
 
 def loop_of_deepspeed(model, held=None):
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 1.0,
+        "infinity": {"accumulate_by_block": held is not None},
+    }
     engine, *_ = infinity.deepspeed.initialize(
         model=model, optimizer=infinity.AdamW(model.parameters(), lr=1e-2), config=config
     )
     if held is not None:
-        is_last = engine.is_gradient_accumulation_boundary
-        held.append(accumulate_by_block(engine.module, engine.optimizer, is_last))
+        held.append(engine.destroy)
     losses, norms = [], []
     for ids in ROWS.split(2):
         loss = engine(input_ids=ids, labels=ids).loss
@@ -200,6 +204,7 @@ def loop_of_deepspeed(model, held=None):
         engine.backward(loss)
         engine.step()
         norms.append(engine.get_global_grad_norm())
+    assert engine.global_samples == len(ROWS)
     return [sum(losses[step : step + 4]) for step in range(0, len(losses), 4)], norms[3::4]
 
 
@@ -212,7 +217,7 @@ def test_loops_that_are_told_of_the_steps_share_one_fetch(folder, loop):
     by_block = loop(model, held)
     assert torch.tensor(by_block) == pytest.approx(torch.tensor(apart), rel=1e-4)
     assert moved(infinity.stats(model)) < 0.6 * moved(infinity.stats(alone))
-    held[0].undo()
+    held[0]()
     assert model.forward == forward
 
 
@@ -226,7 +231,7 @@ def test_an_engine_of_deepspeed_says_what_accumulation_costs(folder, caplog):
     again = infinity.sizes.format_size(2 * 3 * 2 * sum(one.numel() for one in model.parameters()))
     assert "gradient_accumulation_steps=4: each micro-batch fetches the weights anew" in caplog.text
     assert f"of these {again} more" in caplog.text
-    assert "infinity.huggingface.accumulate_by_block(engine.module" in caplog.text
+    assert '"infinity": {"accumulate_by_block": true}' in caplog.text
 
 
 # One batch of several

@@ -21,7 +21,7 @@ from trainers_of_ranks import OPTIONS, ROWS, build_llama
 pytestmark = [pytest.mark.multi, pytest.mark.disk]
 
 CASES = ["nvme", "joined", "resumed", "accelerated", "afterwards"]
-SLOW = ["best", *(["adapters"] if importlib.util.find_spec("peft") else [])]
+SLOW = ["best", "by block", *(["adapters"] if importlib.util.find_spec("peft") else [])]
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +96,20 @@ def test_the_best_checkpoint_is_loaded_on_all_ranks_and_a_run_repeated_has_its_b
         assert one["best step"] == 2
         assert one["evaluated"] == one["best"]
         assert one["losses"] == other["losses"][0]
+
+
+@pytest.mark.slow
+def test_micro_batches_of_two_ranks_share_one_fetch_and_learn_what_they_learn_apart(answers):
+    """In fp32. Ranks whose batches are of other lengths, and one whose micro-batches are no batch: then none
+    of the ranks runs them together.
+    """
+    for one in answers("by block"):
+        together, apart = one["together"], one["apart"]
+        assert len(together["logs"]) == 4
+        assert torch.tensor(together["logs"]) == pytest.approx(torch.tensor(apart["logs"]), rel=1e-4)
+        assert together["nbytes"] < 0.6 * apart["nbytes"]
+        for name in ("other lengths", "apart here"):
+            assert one[name][1] == pytest.approx(one[name][0], rel=1e-5)
 
 
 def test_ranks_generate_texts_of_different_lengths(answers):

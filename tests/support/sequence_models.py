@@ -2,9 +2,13 @@
 more, in a few plain lines of one process.
 """
 
+from types import SimpleNamespace
+
 import torch
 import transformers
 from torch.nn import functional as F
+
+from infinity.sequences.attention import sdpa
 
 SIZES = {
     "vocab_size": 64,
@@ -94,9 +98,11 @@ class TokensByHand(torch.autograd.Function):
 
 
 def attention_by_hand(group):
-    """Return a function of transformers' attention interface: causal, for the ranks of `group`."""
+    """Return a function of transformers' attention interface: causal, for the ranks of `group`. With sinks
+    it attends as the library does, which has its own test.
+    """
 
-    def attend(module, query, key, value, _mask, *, scaling, **_):
+    def attend(module, query, key, value, _mask, *, scaling, s_aux=None, sliding_window=None, **_):
         heads, keys = query.shape[1], key.shape[1]
         mine = heads // group.size
         first = group.rank * mine
@@ -105,6 +111,14 @@ def attention_by_hand(group):
         query = HeadsByHand.apply(group, (first, first + mine), heads, query)
         key, value = (HeadsByHand.apply(group, own, keys, one) for one in (key, value))
         shared = mine > own[1] - own[0]
+        if s_aux is not None:
+            places = torch.arange(query.shape[2])
+            near = places.unsqueeze(1) - places < (sliding_window or len(places))
+            mask = near.tril() if sliding_window else None
+            ours = SimpleNamespace(is_causal=True, num_key_value_groups=mine // (own[1] - own[0]))
+            sinks = s_aux[first : first + mine]
+            out, _ = sdpa(ours, query, key, value, mask, s_aux=sinks, scaling=scaling)
+            return TokensByHand.apply(group, out), None
         out = F.scaled_dot_product_attention(
             query, key, value, scale=scaling, is_causal=True, enable_gqa=shared
         )

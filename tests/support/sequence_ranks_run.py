@@ -273,27 +273,28 @@ def deepspeed():
     return {"shapes": shapes, "losses": losses, "counts": [engine.global_steps, engine.global_samples]}
 
 
-def trainer():
-    """The Trainer with batches in turn: the weights of a plain loop over the same batches."""
+def trainer_of(folder, way, model, data, **more):
+    """Return a Trainer with the data in its order. way: who splits batches, "callback" or "loader"."""
     from torch.utils.data import SequentialSampler
     from transformers import Trainer, TrainingArguments
 
-    class SequenceTrainer(Trainer):
-        """The Trainer of docs/sequences.md, with the data in its order."""
+    class InOrder(Trainer):
+        """The Trainer as it is, with the data in its order."""
 
         def _get_train_sampler(self, *_):
             return SequentialSampler(self.train_dataset)
+
+    class InTurn(InOrder):
+        """Each rank is given batches of its own, and the ranks work on them in turn."""
 
         def get_train_dataloader(self):
             loader = super().get_train_dataloader()
             return infinity.SequenceParallelLoader(loader, self.model, batches="in turn")
 
-    size = dist.get_world_size()
-    data = [{name: one[0] for name, one in sequence_models.batch_of(n, rows=1).items()} for n in range(4)]
     arguments = TrainingArguments(
-        os.environ["RANKS_DISK"],
-        max_steps=2,
+        str(folder),
         per_device_train_batch_size=1,
+        per_device_eval_batch_size=1,
         gradient_accumulation_steps=2,
         learning_rate=1.0,
         lr_scheduler_type="constant",
@@ -301,35 +302,80 @@ def trainer():
         use_cpu=True,
         report_to="none",
         disable_tqdm=True,
-        save_strategy="no",
         logging_steps=1,
+        **{"max_steps": 2, "save_strategy": "no", **more},
     )
-    model = offloaded("llama", size)
-    SequenceTrainer(
+    return {"callback": InOrder, "loader": InTurn}[way](
         model=model,
         args=arguments,
         train_dataset=data,
+        eval_dataset=data,
         optimizer_cls_and_kwargs=(infinity.SGD, {"lr": 1.0}),
         callbacks=[infinity.huggingface.TrainerCallback()],
-    ).train()
-    found = weights(model)
+    )
+
+
+def losses_of(trainer):
+    return [one["loss"] for one in trainer.state.log_history if "loss" in one]
+
+
+def trainer():
+    """The Trainer: the losses and the weights of a plain loop over the same batches, whole; and resumed in
+    the middle of an epoch.
+    """
+    size, folder = dist.get_world_size(), Path(os.environ["RANKS_DISK"], "trainer")
+    data = [{name: one[0] for name, one in sequence_models.batch_of(n, rows=1).items()} for n in range(4)]
     plain = offloaded("llama", 1)
     optimizer = infinity.SGD(plain.parameters(), lr=1.0)
+    expected, evaluated = [], []
     for pair in (data[:2], data[2:]):
         count = sum(int((one["labels"][1:] != -100).sum()) for one in pair)
+        losses = []
         for one in pair:
             batch = {name: values.unsqueeze(0) for name, values in one.items()}
-            plain(**batch, num_items_in_batch=count).loss.backward()
+            loss = plain(**batch, num_items_in_batch=count).loss
+            loss.backward()
+            losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    expected = weights(plain)
-    return {"apart": max(float((one - expected[name]).abs().max()) for name, one in found.items())}
+        expected.append(sum(losses))
+    with torch.no_grad():
+        for one in data:
+            batch = {name: values.unsqueeze(0) for name, values in one.items()}
+            evaluated.append(plain(**batch).loss.item())
+    state = weights(plain)
+    answers = {"expected": expected, "evaluated": sum(evaluated) / len(evaluated)}
+    for way in ("callback", "loader"):
+        model = offloaded("llama", size)
+        ours = trainer_of(folder, way, model, data, save_strategy="steps", save_steps=1)
+        ours.train()
+        apart = max(float((one - state[name]).abs().max()) for name, one in weights(model).items())
+        answers[way] = {"losses": losses_of(ours), "apart": apart}
+        if way == "callback":
+            answers[way]["evaluated"] = ours.evaluate()["eval_loss"]
+            again = trainer_of(folder, way, offloaded("llama", size, seed=1), data)
+            again.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+            answers["resumed"] = {"losses": losses_of(again), "seen": again.state.num_train_epochs}
+        else:
+            again = trainer_of(folder, way, offloaded("llama", size, seed=1), data)
+            first = str(folder / "checkpoint-1")
+            answers["skipped"] = said_of(partial(again.train, resume_from_checkpoint=first))
+    answers["refused"] = said_of(lambda: late(folder, offloaded("llama", size), data))
+    return answers
+
+
+def late(folder, model, data):
+    """Give a Trainer its callback when its loader is there already."""
+    ours = trainer_of(folder, "callback", model, data)
+    for name in ("get_train_dataloader", "get_batch_samples", "evaluation_loop"):
+        delattr(ours, name)
+    ours.train()
 
 
 CASES = {
     "trainer": trainer,
     **{f"as one rank {name}": partial(as_one_rank, name) for name in sequence_models.MODELS},
-    **{f"exact {name}": partial(exact, name) for name in ("llama", "qwen3", "mixtral")},
+    **{f"exact {name}": partial(exact, name) for name in sequence_models.MODELS},
     "in slices": partial(in_slices, "llama"),
     "dropout": partial(dropout, "llama"),
     "two sequences": two_sequences,

@@ -36,7 +36,7 @@ def build(name="llama", seed=0, **init):
         return models.MODELS[name]()
 
 
-def trainer_of(model, place, **options):
+def trainer_of(model, place, *, by_block=False, **options):
     """Return a Trainer of an offloaded model, or of the reference."""
     ours = infinity.engine.engine.engine_of(next(model.parameters())) is not None
     args = transformers.TrainingArguments(str(FOLDER / place), **{**OPTIONS, **options})
@@ -49,7 +49,7 @@ def trainer_of(model, place, **options):
         eval_dataset=HELD,
         compute_metrics=lambda given: {"sum": float(given.predictions.astype("float64").sum())},
         optimizer_cls_and_kwargs=(infinity.AdamW if ours else ReferenceAdamW, {**ADAM, "weight_decay": 0.1}),
-        callbacks=[infinity.huggingface.TrainerCallback()] if ours else [],
+        callbacks=[infinity.huggingface.TrainerCallback(by_block=by_block)] if ours else [],
     )
 
 
@@ -122,6 +122,45 @@ def best():
         "evaluated": trainer.evaluate()["eval_sum"],
         "losses": logged(trainer, "loss"),
     }
+
+
+def by_block():
+    """Micro-batches that share a fetch beside those that fetch once each, in fp32; of ranks whose batches
+    differ in length, and of those of which one has none that are a batch.
+    """
+    shown = {}
+    for way in ("apart", "together"):
+        model = build(nvme=str(FOLDER), host_memory="512KiB", dtype="fp32")
+        together = way == "together"
+        options = {"gradient_accumulation_steps": 4, "gradient_checkpointing": not together}
+        trainer = trainer_of(model, f"by block {way}", by_block=together, **options)
+        torch.manual_seed(7)
+        before = infinity.stats(model)
+        trainer.train()
+        now = infinity.stats(model).since(before)
+        nbytes = now.nvme_read_nbytes + now.nvme_written_nbytes
+        shown[way] = {"logs": logged(trainer, "loss", "grad_norm"), "nbytes": nbytes}
+    for lengths, name in (((5, 7 + 2 * dist.get_rank()), "other lengths"), ((6, 6), "apart here")):
+        losses = []
+        for together in (False, True):
+            model = build(dtype="fp32", seed=3).train()
+            optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+            left = [0]
+            if together:
+                infinity.huggingface.accumulate_by_block(model, optimizer, lambda left=left: left[0] == 0)
+            batches = [models.batch(9 + dist.get_rank(), rows=2, length=one) for one in lengths]
+            more = [{"num_items_in_batch": 20}] * 2
+            if name == "apart here" and dist.get_rank() == 1:
+                more = [{"num_items_in_batch": 20}, {"num_items_in_batch": 21}]
+            total = 0.0
+            for left[0], ids, one in zip((1, 0), batches, more, strict=True):
+                loss = model(input_ids=ids, labels=ids, **one).loss
+                loss.backward()
+                total += loss.item()
+            optimizer.step()
+            losses.append([total, float(model.state_dict()["lm_head.weight"].double().sum())])
+        shown[name] = losses
+    return shown
 
 
 def afterwards():
@@ -251,6 +290,7 @@ CASES = {
     "accelerated": accelerated,
     "afterwards": afterwards,
     "adapters": adapters,
+    "by block": by_block,
 }
 
 if __name__ == "__main__":

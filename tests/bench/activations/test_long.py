@@ -5,6 +5,7 @@ What it measures is not judged here.
 import argparse
 import json
 
+import matplotlib.pyplot as plt
 import pytest
 
 from infinity import __main__ as cli
@@ -65,8 +66,14 @@ def test_contestants_are_measured_and_recorded(folder, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.disk
-def test_a_contestant_that_fails_is_named_with_what_it_said(folder, monkeypatch):
+def test_a_contestant_that_fails_is_named_with_what_it_said_and_ours_is_an_error(folder, monkeypatch):
     monkeypatch.setitem(long.SHAPES, "1m", {**long.SHAPES["1m"], "num_attention_heads": 7})
     options = cli_options("--who", "plain", "--nvme", str(folder))
-    with pytest.raises(RunError, match="plain with 128 tokens ended with exit code 1"):
-        long.measured("plain", 128, options)
+    failed = long.measured("plain", 128, options)
+    assert (failed["fits"], failed["peak_nbytes"]) == (False, None)
+    assert failed["refused"].startswith("plain with 128 tokens ended with exit code 1")
+    findings = long.findings_of([failed], options)
+    assert findings.verdicts == [failed["refused"]]
+    findings.draw(plt.figure().add_subplot())
+    with pytest.raises(RunError, match="infinity with 128 tokens ended with exit code 1"):
+        long.measured("infinity", 128, options)
