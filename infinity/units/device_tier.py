@@ -104,6 +104,10 @@ class DeviceTier:
             return None
         return records.takes(unit)
 
+    def is_routed(self, unit: Unit) -> bool:
+        """Whether the data decides whether a unit is used."""
+        return unit in self._residency.routed
+
     def opening(self) -> int:
         """Return how many units, the first ones, open a step: see [Note: what lives on the device] in
         planning/placement.

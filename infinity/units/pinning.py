@@ -43,6 +43,7 @@ from infinity.planning.placement import (
     Revision,
     Tier,
     is_of_most_steps,
+    place,
     revise,
 )
 from infinity.records.record import Record
@@ -103,6 +104,17 @@ class Pins:
         self._packs = False
         self._packed: set[int] = set()
         """Units whose `hi` has a place in host memory, or waits for one, packed."""
+
+    def forward_began(self, _module: object) -> None:
+        """Before the first step ends, no use was counted: let frozen weights live on the device as if each
+        was used in every step, so that they come once.
+        """
+        if self._tier is None or self._steps or self._placement:
+            return
+        frozen = [unit for unit in self._units if not unit.trainable and not self._tier.is_routed(unit)]
+        weights = [Candidate(one.index, "hi", one.record.field_nbytes("hi"), 1.0, 0.0) for one in frozen]
+        self._placement = place(weights, self._budget(0))
+        self._lodge(moves=False)
 
     def close_step(self) -> None:
         """Decide anew from time to time, first after the first step: it shows what gradients take. After each
