@@ -174,7 +174,8 @@ class Hooks:
         """Whether no backward needs a unit, or brings gradients of it, once all of these have come: at most
         one forward since the last step has used it, and nothing in it is frozen.
         """
-        return self._forward_uses[unit] <= 1 and _all_trainable([unit])
+        with torch._C.DisableTorchFunctionSubclass():  # whether it trains is no value: no guard is asked
+            return self._forward_uses.get(unit, 0) <= 1 and _all_trainable((unit,))
 
     def begin_step(self) -> None:
         """A step was decided: count the uses of the next one."""

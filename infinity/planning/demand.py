@@ -304,9 +304,7 @@ def _fetches(plan: Plan, units: int) -> list[int]:
     return counts
 
 
-def _place(
-    sizes: _Sizes, setting: Setting, budget: Budget, once: Sequence[int], opening: int
-) -> Placement:
+def _place(sizes: _Sizes, setting: Setting, budget: Budget, once: Sequence[int], opening: int) -> Placement:
     """Return what `pins` would put into host memory and on the device after the first step; once: fetches of
     each unit in one micro-batch, which is all that the engine plans for before it has seen a step. opening:
     units that open it.
@@ -350,9 +348,7 @@ def _staying_nbytes(sizes: _Sizes, setting: Setting, unit: int) -> int:
     return 0 if setting.update == "backward" else sizes.gradients[unit]
 
 
-def _lodged_nbytes(
-    sizes: _Sizes, setting: Setting, budget: Budget, placement: Placement
-) -> tuple[int, int]:
+def _lodged_nbytes(sizes: _Sizes, setting: Setting, budget: Budget, placement: Placement) -> tuple[int, int]:
     """Return the bytes of what lives on the device: of weights, and of whole records, with the gradients that
     stay there and what updates there need.
     """

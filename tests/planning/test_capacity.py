@@ -86,7 +86,8 @@ def test_a_gpus_memory_is_told_by_what_it_is_for():
         outline = replace(SMALL, parts=tuple(replace(one, trainable=not frozen) for one in SMALL.parts))
         planned = asked(outline, Capacity(gpu_nbytes=4 * GIB), device_nbytes=3 * GIB, **settings)
         whole = need(planned, "memory of each GPU")
-        assert planned.fits and whole.nbytes == sum(nbytes for _, nbytes in whole.parts)
+        assert planned.fits
+        assert whole.nbytes == sum(nbytes for _, nbytes in whole.parts)
         return dict(whole.parts)
 
     trained, base = parts(frozen=False, update="backward"), parts(frozen=True)

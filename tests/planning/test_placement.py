@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.planning.plan import Plan
 from infinity.planning.placement import (
     HORIZON_STEPS,
     Candidate,
@@ -19,6 +18,7 @@ from infinity.planning.placement import (
     revise,
     spread,
 )
+from infinity.planning.plan import Plan
 
 DENSITY = {"hi": 3, "lo": 2, "m": 2, "v": 2}
 UNIT = {"hi": 20, "lo": 20, "m": 40, "v": 40}

@@ -84,7 +84,8 @@ class Simulator:
         self._library.sim_lock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self._library.sim_unlock.argtypes = [ctypes.c_void_p]
         self._library.sim_text.restype = ctypes.c_char_p
-        self._library.sim_waits_of.argtypes, self._library.sim_waits_of.restype = [ctypes.c_long], ctypes.c_long
+        self._library.sim_waits_of.argtypes = [ctypes.c_long]
+        self._library.sim_waits_of.restype = ctypes.c_long
 
     def delay(self, copy_us: int = 0, kernel_us: int = 0, jitter: int = 0, event_us: int = 0) -> None:
         """Let late copies and kernels take so long; with `jitter`, a seed, 0 to twice as long. event_us: by
