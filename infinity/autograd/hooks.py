@@ -273,8 +273,10 @@ class Hooks:
         """Return the inputs whose gradients end holds, and the hooks that pack weights, of a forward that
         builds a graph.
         """
+        if task != -1:
+            return inputs, None
         pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if task != -1 or (pair is not None and _is_hook_of_checkpoint(pair[0])):
+        if pair is not None and _is_hook_of_checkpoint(pair[0]):
             return inputs, None
         if pair is None or getattr(pair[0], "infinity", None) is not self:
             return None, self._packing(*((_where_it_is, _unchanged) if pair is None else pair))

@@ -87,7 +87,7 @@ class Frequencies:
 
     def updated(self, unit: int) -> None:
         """Count the update of this step."""
-        self._updated[unit] += 1
+        self._updated[unit] = self._updated.get(unit, 0) + 1
 
     def close_step(self) -> None:
         """Fold what this step counted into what is expected."""

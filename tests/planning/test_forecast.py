@@ -253,6 +253,18 @@ def test_an_h200s_link_is_busy_where_computing_does_not_exceed_it():
     assert told.busy_s["up"] >= 0.9 * told.seconds
 
 
+def test_a_step_that_an_h200_took_is_forecast_within_a_tenth():
+    """Eight layers of an 8B model, all state in host memory but for 4.2 GiB, by rates that were measured."""
+    outline = llama("8b", 8, 4096, 14336, 32000)
+    need = demand(outline, Setting(64 << 30, nvme=False, device_nbytes=int(3.7 * 2**30), update="backward"))
+    link = {"up": 53.2e9, "down": 43.6e9, "launch_s": LAUNCH_S, "use_s": USE_S}
+    rates = Rates(Disk(1, 1, 1), update=UPDATE, memory=MEMORY, shared=False, **link)
+    script = timed(outline.script(8192, 8192), 0.267)
+    told = forecast(script, need.plan, need.units, need.limits, rates)
+    assert told.seconds == pytest.approx(0.387, rel=0.1)
+    assert told.busy_s["work"] == pytest.approx(0.354, rel=0.05)
+
+
 def test_a_step_is_bound_by_what_takes_longest():
     def kind(seconds, rate):
         disk = Disk(rate, rate, rate)
