@@ -35,12 +35,15 @@ _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16
 
 
 _updates: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Of parameters: how often they were changed in a backward, see `count_update`."""
+"""Of output layers' parameters that logits were asked of: how often they were changed in a backward since,
+see `count_update`.
+"""
 
 
 def count_update(parameter: torch.Tensor) -> None:
     """Say that a backward updates a parameter: torch must not count that, as graphs of it are still used."""
-    _updates[parameter] = _updates.get(parameter, 0) + 1
+    if _updates and parameter in _updates:
+        _updates[parameter] += 1
 
 
 class Head:
@@ -70,7 +73,7 @@ class Head:
 
     def versions(self) -> tuple[int, ...]:
         """Return how often each of the layer's weights was changed."""
-        return tuple(one._version + _updates.get(one, 0) for one in self.module.parameters())
+        return tuple(one._version + _updates.setdefault(one, 0) for one in self.module.parameters())
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record whether the model's forward is asked for a loss."""

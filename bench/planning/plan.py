@@ -33,6 +33,7 @@ from infinity.planning.activations import Method
 from infinity.planning.capacity import Capacity
 from infinity.planning.coded import BITS
 from infinity.planning.gpus import GPUS, LAUNCH_S, REACHED_COMPUTE, REACHED_LINK, USE_S
+from infinity.planning.layout import RecordSchema
 from infinity.planning.outline import Outline
 from infinity.planning.setting import Setting
 from infinity.planning.simulator import Disk, Rates
@@ -416,7 +417,9 @@ def _rates(options: argparse.Namespace, disk: Disk | None) -> Rates | None:
     gpu_link = options.gpu_link * 1e9 if options.gpu_link else kernels.copied
     update = GPUS[options.gpu].update if options.gpu else rates.device_update
     linked = replace(rates, shared=False, up=gpu_link, down=gpu_link, device_update=update)
-    return replace(linked, use_s=USE_S, launch_s=LAUNCH_S)
+    schema = RecordSchema(options.state_dtype, options.dtype)
+    memory = max(rates.update * schema.stepped_nbytes, 2 * rates.copied)  # copying reads, and writes
+    return replace(linked, use_s=USE_S, launch_s=LAUNCH_S, memory=memory)
 
 
 def _kernels(options: argparse.Namespace) -> Rates:

@@ -43,7 +43,7 @@ from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import OutgoingShare
 from infinity.ranks.group import Ranks
 from infinity.records.updates import Update
-from infinity.tensors import part_of
+from infinity.tensors import is_distributed, part_of
 from infinity.units.meeting import MeetingOfRanks
 from infinity.units.unit import Unit
 
@@ -159,7 +159,9 @@ class Arrivals:
             _check_dense(grad, unit, index)
             if updater is not None and updater.applied(parameter):
                 raise UnsupportedError(applied_message(unit, "a second backward before step()"))
-            grad = plain(part_of(unit.parameters[index], grad, f"{unit.name}: a gradient"))
+            if unit.distributed or is_distributed(grad):
+                grad = part_of(unit.parameters[index], grad, f"{unit.name}: a gradient")
+            grad = plain(grad)
             parameter.grad = None  # should it be refused
             gradient = self._gradients.arrive(
                 unit, index, self._gradients.received(grad), keep=updater is None

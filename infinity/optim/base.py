@@ -325,7 +325,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         self.make_room(place.engine, parameter)
         before = unit.pending.get(gradient.index)
         recipe = self.recipe_of(parameter)
-        scalars, key = self._scalars(recipe, group, parameter, float(np.float32(gradient.scale * factor)))
+        scalars, key = self._scalars(recipe, group, gradient, float(np.float32(gradient.scale * factor)))
         if unit.record.is_elsewhere:
             return  # the ranks that have it update it
         if before is not None and gradient.form is Form.ZERO:
@@ -354,17 +354,26 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         return Update(scalars, tensor, field, key, gradient.arriving, missed, recipe, holder, there)
 
     def _scalars(
-        self, recipe: Recipe, group: dict[str, Any], parameter: nn.Parameter, clip: float
+        self, recipe: Recipe, group: dict[str, Any], gradient: Gradient, clip: float
     ) -> tuple[Any, int]:
+<<<<<<< HEAD
         """Count the parameter's step; return its scalars and the key of its random bits."""
         state = self._counts.setdefault(parameter, {})
+=======
+        """Count a step of the gradient's parameter; return its scalars and the key of its random bits."""
+        state = self.counts.setdefault(gradient.parameter, {})
+>>>>>>> i27
         step = state.get("step", 0) + 1
         scalars = recipe.scalars(group, step, clip)
         state["step"] = step
-        return scalars, self._key(parameter, step)
+        return scalars, self._key(gradient, step)
 
-    def _key(self, parameter: nn.Parameter, step: int) -> int:
-        return kernels.state_key(self.seed, self.mine[id(parameter)].position, step)
+    def _key(self, gradient: Gradient, step: int) -> int:
+        """Return the key of the random bits that round the state; 0 where nothing is rounded."""
+        unit = gradient.unit
+        if unit.record.schema.state_dtype == "fp32":
+            return 0
+        return kernels.state_key(self.seed, self.mine[id(unit.parameters[gradient.index])].position, step)
 
     # Making updates ahead: speculation.Foreseer
 
@@ -376,7 +385,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         place, recipe = self.mine[id(parameter)], self.recipe_of(parameter)
         step = self._counts.get(parameter, {}).get("step", 0) + 1
         scalars = recipe.scalars(self.param_groups[place.group], step, self.speculation.scale)
-        return self._update(gradient, place, recipe, (scalars, self._key(parameter, step)))
+        return self._update(gradient, place, recipe, (scalars, self._key(gradient, step)))
 
     def _settle_speculation(self, taken: list[Taken], factor: np.float32) -> None:
         """Let what was made ahead count, where it is what this step has decided."""
@@ -418,7 +427,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         self._applied.add(id(parameter))
         count_update(parameter)
         recipe = self.recipe_of(parameter)
-        decided = self._scalars(recipe, self.param_groups[place.group], parameter, 1.0)
+        decided = self._scalars(recipe, self.param_groups[place.group], gradient, 1.0)
         return self._update(gradient, place, recipe, decided)
 
     # State

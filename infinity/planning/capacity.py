@@ -91,7 +91,13 @@ def needs(demand: Demand, machine: Capacity) -> tuple[Need, ...]:
     if on_gpu:
         window = demand.limits.window_nbytes if demand.setting.device_nbytes != 1 else 0  # 1 stands for none
         waiting = min(window, sum(one.waiting_nbytes for one in demand.units))
-        of_device = [("parameters that wait", waiting), *computing, ("CUDA", CONTEXT_NBYTES)]
+        of_device = [
+            ("whole records that live there", demand.records_nbytes),
+            ("weights that live there", demand.lodged_nbytes - demand.records_nbytes),
+            ("weights that wait", waiting),
+            *computing,
+            ("CUDA", CONTEXT_NBYTES),
+        ]
         found.append(_need("memory of each GPU", of_device, machine.gpu_nbytes))
     if setting.nvme:
         gradients, activations = demand.stored_gradients_nbytes, demand.offloaded_nbytes

@@ -22,7 +22,14 @@ from infinity.planning.coded import sent_nbytes
 from infinity.planning.forecast import EngineLimits, Moves
 from infinity.planning.layout import RecordSchema, lay_out
 from infinity.planning.outline import Act, Outline, Stage, trace_of
-from infinity.planning.placement import Candidate, Placement, PlacementBudget, revise
+from infinity.planning.placement import (
+    Candidate,
+    Placement,
+    PlacementBudget,
+    is_of_most_steps,
+    opening,
+    revise,
+)
 from infinity.planning.plan import Plan, make_plan
 from infinity.planning.recomputation import InputTiers
 from infinity.planning.setting import Setting
@@ -65,6 +72,8 @@ class Demand:
     uses: int
     lodged_nbytes: int = 0
     """Of the units that live on the device, out of `Setting.device_nbytes`."""
+    records_nbytes: int = 0
+    """Of these, whole records, with their gradients and what their updates need."""
 
     @property
     def working_nbytes(self) -> int:
@@ -207,8 +216,10 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     script = outline.script(micro_batches=setting.micro_batches)
     trace = trace_of(script)
     once = make_plan(trace_of(outline.script()), sizes.resident, window, hides=sizes.resident)
-    placement = _place(sizes, setting, budget, _fetches(once, len(sizes.numels)))
-    lodged_nbytes = _lodged_nbytes(sizes, setting, budget, placement)
+    opens = opening(step.use for step in once.steps)
+    placement = _place(sizes, setting, budget, _fetches(once, len(sizes.numels)), opens)
+    copies_nbytes, records_nbytes = _lodged_nbytes(sizes, setting, budget, placement)
+    lodged_nbytes = copies_nbytes + records_nbytes
     window -= lodged_nbytes
     of_host = _without_records(sizes, placement)
     on_host = [key for key, tier in placement.items() if tier == "host"]
@@ -247,6 +258,7 @@ def demand(outline: Outline, setting: Setting) -> Demand:
         in_use_nbytes=max(in_use),
         moments=tuple(peak_moments(in_use, recomputed, used)),
         lodged_nbytes=lodged_nbytes,
+        records_nbytes=records_nbytes,
         uses=len(trace),
     )
 
@@ -292,12 +304,14 @@ def _fetches(plan: Plan, units: int) -> list[int]:
     return counts
 
 
-def _place(sizes: _Sizes, setting: Setting, budget: Budget, once: Sequence[int]) -> Placement:
+def _place(sizes: _Sizes, setting: Setting, budget: Budget, once: Sequence[int], opening: int) -> Placement:
     """Return what `pins` would put into host memory and on the device after the first step; once: fetches of
-    each unit in one micro-batch, which is all that the engine plans for before it has seen a step.
+    each unit in one micro-batch, which is all that the engine plans for before it has seen a step. opening:
+    units that open it.
     """
     candidates = []
     for unit, count in enumerate(once):
+        opens = unit < opening and is_of_most_steps(sizes.shares[unit])
         updates = sizes.shares[unit] * (sizes.gradients[unit] > 0)
         for name in sizes.schema.fields if updates else sizes.schema.weights:
             nbytes = sizes.field(unit, name, budget.tile_numel)
@@ -308,9 +322,8 @@ def _place(sizes: _Sizes, setting: Setting, budget: Budget, once: Sequence[int])
             whole = updates > 0 and sizes.schema.is_updated_on_device
             beside = _staying_nbytes(sizes, setting, unit) * (name == sizes.schema.fields[-1])
             lasts = not updates
-            candidates.append(
-                Candidate(unit, name, nbytes, reads, updates, lasts, whole=whole, beside_nbytes=beside)
-            )
+            rises = {"whole": whole, "beside_nbytes": beside, "opens": opens}
+            candidates.append(Candidate(unit, name, nbytes, reads, updates, lasts, **rises))
     room = 0 if setting.device_nbytes is None or setting.ranks > 1 else setting.device_nbytes
     scratch = scratch_nbytes(room, max(sizes.resident)) if any(one.whole for one in candidates) else 0
     on_device = max(0, room - 2 * max(sizes.resident))
@@ -335,17 +348,19 @@ def _staying_nbytes(sizes: _Sizes, setting: Setting, unit: int) -> int:
     return 0 if setting.update == "backward" else sizes.gradients[unit]
 
 
-def _lodged_nbytes(sizes: _Sizes, setting: Setting, budget: Budget, placement: Placement) -> int:
-    """Return the bytes of what lives on the device, with the gradients that stay there."""
-    nbytes = records = 0
+def _lodged_nbytes(sizes: _Sizes, setting: Setting, budget: Budget, placement: Placement) -> tuple[int, int]:
+    """Return the bytes of what lives on the device: of weights, and of whole records, with the gradients that
+    stay there and what updates there need.
+    """
+    copies = records = 0
     for unit, resident_nbytes in enumerate(sizes.resident):
         if _is_record(sizes, placement, unit):
-            nbytes += sum(sizes.field(unit, name, budget.tile_numel) for name in sizes.schema.fields)
-            nbytes += _staying_nbytes(sizes, setting, unit)
-            records += 1
+            records += sum(sizes.field(unit, name, budget.tile_numel) for name in sizes.schema.fields)
+            records += _staying_nbytes(sizes, setting, unit)
         elif placement.get((unit, "hi")) == "device":
-            nbytes += resident_nbytes
-    return nbytes + (scratch_nbytes(setting.device_nbytes or 0, max(sizes.resident)) if records else 0)
+            copies += resident_nbytes
+    scratch = scratch_nbytes(setting.device_nbytes or 0, max(sizes.resident)) if records else 0
+    return copies, records + scratch
 
 
 def _without_records(sizes: _Sizes, placement: Placement) -> _Sizes:

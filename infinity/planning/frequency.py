@@ -81,13 +81,13 @@ class Frequencies:
         it. A unit that is pinned where it computes was not kept: what is expected must not depend on where
         the unit is placed now, or the placement would chase itself.
         """
-        self._used[unit] += 1
+        self._used[unit] = self._used.get(unit, 0) + 1  # Counter has code in Python for what is missing
         if not kept:
-            self._fetched[unit] += 1
+            self._fetched[unit] = self._fetched.get(unit, 0) + 1
 
     def updated(self, unit: int) -> None:
         """Count the update of this step."""
-        self._updated[unit] += 1
+        self._updated[unit] = self._updated.get(unit, 0) + 1
 
     def close_step(self) -> None:
         """Fold what this step counted into what is expected."""

@@ -77,6 +77,12 @@ class RecordSchema:
         """What tells it from every other, for people."""
         return self.state_dtype if self.dtype == "bf16" else f"{self.dtype} record"
 
+    @property
+    def stepped_nbytes(self) -> float:
+        """Bytes that AdamW's step of an element reads and writes: its record, and its gradient."""
+        of_record = sum(self._nbytes[name] * (1 if name in self.derived else 2) for name in self.fields)
+        return of_record / STATE_BLOCK + self.width
+
     def nbytes(self, field: str, numel: int) -> int:
         """Bytes of `numel` elements; of scales, for whole blocks of elements alone exact."""
         return -(-numel * self._nbytes[field] // STATE_BLOCK)

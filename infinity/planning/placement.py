@@ -17,6 +17,9 @@ frozen weights first of all. With the room that is left whole records live there
 their updates are made on the device, so that neither their weights nor their gradients go over the link. Such
 a record takes the room of all its fields, and of gradients that stay there until they are applied.
 
+Before all other records come those of units that open a step, embeddings above all: they are needed first in
+a forward, and their gradients come last in a backward, so that nothing would hide the CPU's updates of them.
+
 [Note: hysteresis]
 Expectations waver, and moves cost bytes. A field that is placed counts as denser, by what it costs to move it
 out and another in, spread over the steps within which a move has to pay. All moves together have to pay, too.
@@ -33,6 +36,7 @@ from typing import Literal
 import numpy as np
 
 from infinity.planning.densest import GOLDEN, GRADIENT_DENSITY, FieldColumns, densest, numbered
+from infinity.planning.trace import Phase, Use
 from infinity.sizes import format_size
 
 REVISED_EVERY = 8
@@ -40,6 +44,9 @@ REVISED_EVERY = 8
 
 HORIZON_STEPS = 20
 """Steps within which a move has to pay."""
+
+_MOST_STEPS = 5 / 6
+"""Of the steps, that use what counts as in use in each."""
 
 _LINK = 0.1
 """What a byte between host and device costs, in NVMe bytes."""
@@ -74,6 +81,8 @@ class Candidate:
     """Whether it may live on the device with all other fields of its unit, whose record is updated there."""
     beside_nbytes: int = 0
     """What it takes there beside its own bytes: gradients."""
+    opens: bool = False
+    """Whether its unit opens a step: see [Note: what lives on the device]."""
 
     @property
     def in_host(self) -> Candidate:
@@ -207,15 +216,31 @@ def _whole_records(
     units: dict[int, list[Candidate]] = defaultdict(list)
     for candidate in candidates:
         units[candidate.unit].append(candidate)
-    records = []
+    records: dict[bool, list[Candidate]] = {True: [], False: []}
     for unit, fields in units.items():
         if not all(one.whole and one.key not in taken for one in fields):
             continue
         nbytes = sum(one.device_nbytes for one in fields)
         saved = sum(one.nbytes * one.density for one in fields) / max(1, nbytes)
-        records.append(Candidate(unit, fields[0].field, nbytes, saved, 0.0))
-    chosen = choose(records, room_nbytes, 0, there, horizon_steps)
+        records[fields[0].opens].append(Candidate(unit, fields[0].field, nbytes, saved, 0.0))
+    chosen: list[Key] = []
+    for group in records.values():
+        found = choose(group, room_nbytes, 0, there, horizon_steps)
+        room_nbytes -= sum(one.nbytes for one in group if one.key in set(found))
+        chosen += found
     return [one.key for unit, _ in chosen for one in units[unit]]
+
+
+def opening(uses: Iterable[Use]) -> int:
+    """Return how many units open a step, the first ones in the order of the model: those before all that its
+    backward uses. uses: of the step.
+    """
+    return min((use.unit for use in uses if use.phase is Phase.BACKWARD), default=0)
+
+
+def is_of_most_steps(share: float) -> bool:
+    """Whether a unit that this share of the steps uses counts as one of every step."""
+    return share >= _MOST_STEPS
 
 
 def revise(

@@ -8,7 +8,8 @@ each; cores that compute and update at once do either at some share of its speed
 request of a tile ("asking": Python, and waking the disk's thread) is a server of its own: it disturbs
 computing otherwise than updates do. Where an accelerator computes, its link is two servers, "up" and "down",
 and the thread that launches its work one more, "launch" (see simulated_device); "work" is then the thread
-that computes updates, and "handling" the lane's. Time jumps to whatever ends next.
+that computes updates, and "handling" the lane's. Updates are as fast as host memory moves their records, so
+they lose what the link's copies take of that. Time jumps to whatever ends next.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ GIVEN_TILES = 2
 """That a thread which computes has at once; what waits behind them is put in order."""
 LEFT_TO_FETCHES = 4
 """One slot in so many is left to passes that do not compute, where there are several; see lane/lane.py."""
+_LEAST_OF_MEMORY = 0.25
+"""That updates have of host memory, whatever is copied: rates of several machines may not go together."""
 SERVERS = ("read", "write", "asking", "handling", "work", "link", "compute", "launch", "up", "down")
 
 
@@ -76,6 +79,8 @@ class Rates:
     """Bytes from an accelerator to host memory."""
     device_update: float = math.inf
     """Elements of records that live on an accelerator that it steps."""
+    memory: float = math.inf
+    """Bytes that host memory moves: what copies to and from an accelerator take of it, updates there lack."""
 
 
 class Clock:
@@ -154,6 +159,9 @@ class Clock:
             busy["work"], busy["compute"] = self._rates.working, self._rates.computing
         elif self._rates.shared and "asking" in busy and "compute" in busy:
             busy["asking"], busy["compute"] = self._rates.asking, self._rates.computing_asked
+        copied = sum(speed for name, speed in busy.items() if name in ("up", "down"))
+        if "work" in busy and copied and self._rates.memory < math.inf:
+            busy["work"] *= max(_LEAST_OF_MEMORY, 1 - copied / self._rates.memory)
         return busy
 
 

@@ -69,7 +69,8 @@ class Changes:
 
     def left(self) -> None:
         """From now on, the parameters being released, nobody changes them."""
-        self._left = [parameter._version for parameter in self.parameters]
+        with torch._C.DisableTorchFunctionSubclass():  # a version is no value: no guard need be asked
+            self._left = list(map(_version, self.parameters))
 
     def stepped(self, index: int) -> None:
         """A step of its optimizer has raised the version of a parameter, so that graphs of before end."""
@@ -80,8 +81,14 @@ class Changes:
         """Return the name of a parameter whose version has changed since it was released, as by a view that
         was kept; None if none has, or once this was asked.
         """
+        if not self._left:
+            return None
+        with torch._C.DisableTorchFunctionSubclass():  # as above
+            present = list(map(_version, self.parameters))
+        if present == self._left:
+            return None
         for index, version in enumerate(self._left):
-            if self.parameters[index]._version != version and index not in self._shared:
+            if present[index] != version and index not in self._shared:
                 self.left()
                 return self._record.unit_layout.segments[index].name
         return None

@@ -22,6 +22,7 @@ from infinity.device.room import DeviceRoom
 from infinity.lane.lane import StreamLane
 from infinity.lane.passes import LeavePass
 from infinity.planning.budget import DeviceBudget, scratch_nbytes
+from infinity.planning.placement import opening
 from infinity.sizes import format_size
 from infinity.storage.store import Extent, TensorStore
 from infinity.units.device_updates import DeviceUpdates
@@ -102,6 +103,17 @@ class DeviceTier:
         if not record.schema.is_updated_on_device or not records.allowed():
             return None
         return records.takes(unit)
+
+    def is_routed(self, unit: Unit) -> bool:
+        """Whether the data decides whether a unit is used."""
+        return unit in self._residency.routed
+
+    def opening(self) -> int:
+        """Return how many units, the first ones, open a step: see [Note: what lives on the device] in
+        planning/placement.
+        """
+        plan = self._residency.cursor.plan
+        return 0 if plan is None else opening(step.use for step in plan.steps)
 
     def lodge(self, units: Collection[Unit], records: Collection[Unit], *, moves: bool) -> None:
         """Have these units live on the device from their next use on, and no others; and the whole `records`,

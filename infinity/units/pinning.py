@@ -42,6 +42,8 @@ from infinity.planning.placement import (
     PlacementBudget,
     Revision,
     Tier,
+    is_of_most_steps,
+    place,
     revise,
 )
 from infinity.records.record import Record
@@ -102,6 +104,17 @@ class Pins:
         self._packs = False
         self._packed: set[int] = set()
         """Units whose `hi` has a place in host memory, or waits for one, packed."""
+
+    def forward_began(self, _module: object) -> None:
+        """Before the first step ends, no use was counted: let frozen weights live on the device as if each
+        was used in every step, so that they come once.
+        """
+        if self._tier is None or self._steps or self._placement:
+            return
+        frozen = [unit for unit in self._units if not unit.trainable and not self._tier.is_routed(unit)]
+        weights = [Candidate(one.index, "hi", one.record.field_nbytes("hi"), 1.0, 0.0) for one in frozen]
+        self._placement = place(weights, self._budget(0))
+        self._lodge(moves=False)
 
     def close_step(self) -> None:
         """Decide anew from time to time, first after the first step: it shows what gradients take. After each
@@ -376,11 +389,13 @@ class Pins:
 
     def _candidates(self, expected: Frequencies) -> Iterator[Candidate]:
         """Every field, with what a step, or a round, is expected to read and write of it."""
+        opening = self._tier.opening() if self._tier is not None else 0
         for unit in self._units:
             fetches = expected.fetches(unit.index)
             updates = expected.updates(unit.index)
             rises = self._tier is not None and updates > 0
             gradients_nbytes = self._tier.gradients_nbytes(unit) if self._tier and rises else None
+            opens = unit.index < opening and is_of_most_steps(expected.share_of_steps(unit.index))
             for name in unit.record.fields:
                 moves = self._nvme is not self._host or unit.record.in_files is not None
                 if not moves and self._tier is None:
@@ -392,7 +407,9 @@ class Pins:
                 packed = self._packed_nbytes(unit.record, name)
                 beside = (gradients_nbytes or 0) * (name == unit.record.fields[-1])
                 whole = gradients_nbytes is not None
-                yield Candidate(unit.index, name, nbytes, reads, updates, lasts, moves, packed, whole, beside)
+                yield Candidate(
+                    unit.index, name, nbytes, reads, updates, lasts, moves, packed, whole, beside, opens
+                )
 
     def _set_targets(self) -> None:
         """Give fields their place in host memory, as far as this step's gradients leave room by now."""

@@ -148,6 +148,21 @@ def test_gathering_more_than_the_device_has_room_for_is_refused_with_the_numbers
         assert all(part.weight.abs().sum() > 0 for part in model[:3])
 
 
+def test_an_embeddings_record_lives_on_the_device_before_those_of_layers(folder, late, with_memory):
+    """A backward's last gradient is its, and a forward's first use: nothing would hide its update."""
+    with_memory(simulated_tiers.Tower(frozen=False, layers=4, records=1).device_nbytes)
+    with Init(nvme=folder, host_memory="1MiB"):
+        layers = [nn.Linear(64, 64, bias=False) for _ in range(3)]
+        model = nn.Sequential(nn.Embedding(64, 64), *layers)
+    optimizer = AdamW(model.parameters(), update="backward")
+    for step in range(3):
+        model(torch.arange(step, 64)).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    there = [unit.name for unit in engine_of_model(model).units if unit.record.on_device]
+    assert there == ["0"]
+
+
 @pytest.fixture
 def fused(monkeypatch):
     """Steps of Adam's kind are made in one kernel, which needs no memory: here by torch, in memory apart."""

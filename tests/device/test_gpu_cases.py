@@ -14,7 +14,6 @@ import transformers
 
 import models
 import simulated_cases
-from infinity import AdamW
 from infinity.reference import ReferenceAdamW, prepare
 from simulated_cases import SETTINGS
 
@@ -89,11 +88,10 @@ def offloaded(case, folder, **more):
     room = simulated_cases.least(case, "cuda") if case.device == "the least" else case.device
     model = simulated_cases.opened(case, folder, room, "cuda", **more).to("cuda")
     simulated_cases.ready(model, case.checkpoint)
-    trained = [one for one in model.parameters() if one.requires_grad]
-    optimizer = AdamW(trained, update=case.update, **SETTINGS)
+    optimizer = simulated_cases.optimizer_of(case, model)
 
     def update():
-        if case.clip is not None:
+        if case.clip is not None and not case.speculates:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
         optimizer.zero_grad()

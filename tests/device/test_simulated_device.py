@@ -19,6 +19,7 @@ import simulated_tiers
 pytestmark = [pytest.mark.disk, pytest.mark.multi]
 
 TRAININGS = ["llama, jitter", "clipped, 0.2 ms", "offloaded, 0.2 ms", "clipped on the device, jitter"]
+LORA = ["lora on the device, 0.2 ms"]
 FAULTS = ["arrived", "download", "host kernel"]
 ORDERS = [f"order: {name}{more}" for name in simulated_faults.ORDERS for more in ("", " without it")]
 
@@ -35,7 +36,7 @@ SETTLED = 2
 def default():
     """What the quick cases said, of one process that imports and compiles for all of them."""
     faults = [f"fault: {name}" for name in FAULTS]
-    return simulated.results(*TRAININGS, *faults, *ORDERS, *TOWERS, *PLANTED)
+    return simulated.results(*TRAININGS, *LORA, *faults, *ORDERS, *TOWERS, *PLANTED)
 
 
 def of(said, name):
@@ -105,7 +106,7 @@ def test_without_a_compiler_the_cases_are_skipped_and_say_why(monkeypatch):
 @pytest.mark.parametrize("half", [0, 1])
 def test_every_case_has_the_bits_of_the_recipe_at_every_delay(delay, half):
     named = [f"{base}, {delay}" for base in simulated_cases.BASES]
-    names = [name for name in named if name not in TRAININGS][half::2]
+    names = [name for name in named if name not in TRAININGS + LORA][half::2]
     assert_exact(names, simulated.results(*names))
 
 
@@ -162,6 +163,18 @@ def test_with_room_for_half_of_a_frozen_base_half_of_the_bytes_go_over_the_link(
     none, half = (per_step(of(default, f"frozen, {room}")) for room in ("no room", "room for half"))
     assert of(default, "frozen, no room")["on_device"] == 0
     assert half / none == pytest.approx(0.5, abs=0.03)
+
+
+def test_lora_on_a_frozen_base_that_fits_the_device_uploads_nothing_after_the_first_step(default):
+    assert_exact(LORA, default)
+    one = of(default, *LORA)
+    assert one["uploaded"][0] > 0
+    assert one["uploaded"][1:] == [0] * (len(one["uploaded"]) - 1)
+
+
+@pytest.mark.parametrize("name", [name for name in TOWERS if name != "clipped"])
+def test_in_a_steady_step_the_thread_of_the_backward_does_not_wait_for_the_device(default, name):
+    assert of(default, name)["waits_of_backward"][-1] == 0
 
 
 def test_records_that_fit_the_device_are_updated_there_and_nothing_goes_over_the_link(default):

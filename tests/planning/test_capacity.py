@@ -92,6 +92,23 @@ def test_activations_over_the_device_memory_are_refused():
     refused(planned, "memory of each GPU", "activations 640.0 GiB", "too little")
 
 
+def test_a_gpus_memory_is_told_by_what_it_is_for():
+    def parts(*, frozen, **settings):
+        outline = replace(SMALL, parts=tuple(replace(one, trainable=not frozen) for one in SMALL.parts))
+        planned = asked(outline, Capacity(gpu_nbytes=4 * GIB), device_nbytes=3 * GIB, **settings)
+        whole = need(planned, "memory of each GPU")
+        assert planned.fits
+        assert whole.nbytes == sum(nbytes for _, nbytes in whole.parts)
+        return dict(whole.parts)
+
+    trained, base = parts(frozen=False, update="backward"), parts(frozen=True)
+    assert trained["whole records that live there"] == pytest.approx(12 * SMALL.parameters, rel=0.2)
+    assert base["weights that live there"] == pytest.approx(2 * SMALL.parameters, rel=0.1)
+    assert trained["weights that live there"] == base["whole records that live there"] == 0
+    for found in (trained, base):
+        assert min(found["layers in use"], found["activations"], found["CUDA"]) > 0
+
+
 def test_logits_over_the_device_memory_are_refused_and_the_loss_in_tiles_helps():
     settings = {"tokens": 4096, "host_nbytes": GIB, "device_nbytes": 2 * GIB}
     planned = asked(WIDE, Capacity(gpu_nbytes=2 * GIB), **settings)

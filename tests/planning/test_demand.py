@@ -222,6 +222,16 @@ def test_whole_records_live_on_a_device_as_far_as_it_has_room_and_move_nothing(u
         assert one.lodged_nbytes < one.setting.device_nbytes
 
 
+def test_the_record_of_the_embedding_lives_on_a_device_before_those_of_layers():
+    def there(device_nbytes):
+        placed = demand(OUTLINE, Setting(MIB, device_nbytes=device_nbytes, update="backward")).placement
+        return {unit for (unit, _), tier in placed.items() if tier == "device"}
+
+    first = next(there(nbytes) for nbytes in range(MIB, 16 * MIB, MIB // 4) if there(nbytes) & {0})
+    assert OUTLINE.parts[0].name.endswith("embed_tokens")
+    assert first == {0}
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

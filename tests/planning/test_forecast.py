@@ -1,5 +1,6 @@
 """Steps on a simulated machine. Rates are whole numbers, so that times can be told in one's head."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -191,9 +192,23 @@ def test_a_device_without_room_for_what_leaves_makes_the_host_wait():
     assert tight > wide
 
 
+def test_updates_lose_what_copies_take_of_the_hosts_memory():
+    """Each takes 10 s alone, in both of which a gradient of 1 s comes down, at half of what memory moves."""
+    moves = Moves(numel=10, hi_nbytes=0, state_nbytes=0)
+
+    def busy(memory):
+        rates = Rates(DISK, update=1.0, down=20.0, shared=False, memory=memory)
+        return on_device(moves, rates, update="backward").busy_s["work"]
+
+    assert busy(math.inf) == pytest.approx(20.0)
+    assert busy(40.0) == pytest.approx(20.0 + 0.5)
+
+
 H200 = GPUS["h200"]
-UPDATE = 6.7e9
-"""Elements that the 16 cores beside one update in a second: bench/results/gpu-h200.json."""
+UPDATE, MEMORY = 6.8e9, 178e9
+"""Elements that the 16 cores beside one update in a second, alone, and the bytes that moves:
+bench/results/gpu-h200.json.
+"""
 DENSE = llama("dense", 6, 8192, 28672, 32000)
 """Six blocks of a model of 70 G parameters."""
 
@@ -206,7 +221,9 @@ def on_h200(tokens, *, trainable, update="forward", room=4 << 30, **more):
     script = outline.script(tokens, min(tokens, 4096))
     seconds = sum(act.amount for act in script) / H200.compute
     link = {"up": H200.reached_link, "down": H200.reached_link, "launch_s": LAUNCH_S, "use_s": USE_S}
-    rates = Rates(Disk(25e9, 20e9, 22e9), update=UPDATE, checked=50e9, shared=False, **link, **more)
+    rates = Rates(
+        Disk(25e9, 20e9, 22e9), update=UPDATE, checked=50e9, shared=False, memory=MEMORY, **link, **more
+    )
     return forecast(timed(script, seconds), need.plan, need.units, need.limits, rates)
 
 
@@ -234,6 +251,18 @@ def test_an_h200s_link_is_busy_where_computing_does_not_exceed_it():
     told = on_h200(1024, trainable=False)
     assert told.busy_s["compute"] < told.busy_s["up"]
     assert told.busy_s["up"] >= 0.9 * told.seconds
+
+
+def test_a_step_that_an_h200_took_is_forecast_within_a_tenth():
+    """Eight layers of an 8B model, all state in host memory but for 4.2 GiB, by rates that were measured."""
+    outline = llama("8b", 8, 4096, 14336, 32000)
+    need = demand(outline, Setting(64 << 30, nvme=False, device_nbytes=int(3.7 * 2**30), update="backward"))
+    link = {"up": 53.2e9, "down": 43.6e9, "launch_s": LAUNCH_S, "use_s": USE_S}
+    rates = Rates(Disk(1, 1, 1), update=UPDATE, memory=MEMORY, shared=False, **link)
+    script = timed(outline.script(8192, 8192), 0.267)
+    told = forecast(script, need.plan, need.units, need.limits, rates)
+    assert told.seconds == pytest.approx(0.387, rel=0.1)
+    assert told.busy_s["work"] == pytest.approx(0.354, rel=0.05)
 
 
 def test_a_step_is_bound_by_what_takes_longest():

@@ -13,10 +13,12 @@ from infinity.planning.placement import (
     Candidate,
     PlacementBudget,
     choose,
+    opening,
     place,
     revise,
     spread,
 )
+from infinity.planning.plan import Plan
 
 DENSITY = {"hi": 3, "lo": 2, "m": 2, "v": 2}
 UNIT = {"hi": 20, "lo": 20, "m": 40, "v": 40}
@@ -288,6 +290,23 @@ def test_the_densest_records_live_on_the_device_and_the_host_keeps_of_the_others
     placement = place(candidates, PlacementBudget(2 * RECORD, 2 * 20, 0))
     assert units_of(placement) == {1, 3}
     assert {key for key, tier in placement.items() if tier == "host"} == {(0, "hi"), (2, "hi")}
+
+
+def test_records_of_what_opens_a_step_live_on_the_device_before_denser_ones():
+    candidates = [
+        replace(one, opens=one.unit == 0, reads=one.reads / 2 if one.unit == 0 else one.reads)
+        for one in trained(4)
+    ]
+    assert units_of(place(candidates, PlacementBudget(RECORD, 0, 0))) == {0}
+    assert len(units_of(place(candidates, PlacementBudget(3 * RECORD, 0, 0)))) == 3
+    larger = [replace(one, nbytes=2 * one.nbytes) if one.opens else one for one in candidates]
+    assert len(units_of(place(larger, PlacementBudget(RECORD, 0, 0))) - {0}) == 1, "what finds no room"
+
+
+def test_what_comes_before_all_that_a_backward_uses_opens_a_step():
+    plan = Plan.parse("open\nF0\nF1\nF2\nF3\nB3\nB2")
+    assert opening(step.use for step in plan.steps) == 2
+    assert opening(step.use for step in Plan.parse("open\nF0\nF1").steps) == 0
 
 
 def test_a_record_without_one_of_its_fields_stays_below():

@@ -109,11 +109,17 @@ void sim_counts(long* out) {
   std::memcpy(out, all, sizeof all);
 }
 
+// Says how often a thread of the host, by its number for the kernel, has waited for the device.
+long sim_waits_of(long thread) {
+  sim::Lock lock(sim::state_mutex);
+  return sim::waits_of[thread];
+}
+
 // Forgets failures, counters and the peak.
 void sim_restart() {
   sim::Lock lock(sim::state_mutex);
   sim::failure.clear(), sim::counts = {}, sim::peak = sim::allocated, sim::waited.clear(), sim::surprised.clear();
-  sim::page_locked_peak = 0;
+  sim::page_locked_peak = 0, sim::waits_of.clear();
 }
 
 // 0: the first failure; 1: the operations that the host waited for; 2: those whose strides differed from

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import re
 import tempfile
 from dataclasses import dataclass, replace
@@ -33,7 +34,8 @@ EAGER = "eager"  # transformers' other implementations of experts choose by the 
 @dataclass(frozen=True)
 class Case:
     """model: a name of models.MODELS, or "lora" or "experts"; device: device_memory; interrupted: a hook
-    raises in one backward; evaluated: parts of the model run before each step; length: of the sequences;
+    raises in one backward; evaluated: parts of the model run before each step; speculates: updates are made
+    before they are decided, and clipping is the optimizer's; length: of the sequences;
     copy_us, kernel_us, event_us: delays in microseconds, with `jitter`, a seed, 0 to twice as long; fault: of
     simulated_faults.
     """
@@ -48,6 +50,7 @@ class Case:
     clip: float | None = None
     interrupted: bool = False
     evaluated: bool = False
+    speculates: bool = False
     steps: int = 3
     length: int = 16
     copy_us: int = 200
@@ -117,6 +120,7 @@ BASES = {
     "evaluated on the device": replace(LLAMA, device=None, evaluated=True, memory="64MiB", steps=4),
     "recomputed on the device": replace(LLAMA, model="gpt2", device=None, checkpoint="reentrant", steps=4),
     "experts on the device": replace(LLAMA, model="experts", memory="256KiB", device=None, steps=4),
+    "speculated": replace(CLIPPED, accumulate=1, clip=100.0, memory="128KiB", speculates=True),
     "accumulated": replace(CLIPPED, clip=None, memory="128KiB", accumulate=3),
     "reentrant": replace(LLAMA, model="gpt2", device=WIDER, update="forward", checkpoint="reentrant"),
     "non-reentrant": replace(LLAMA, model="gpt2", device=WIDER, checkpoint="non-reentrant"),
@@ -147,6 +151,13 @@ CASES |= {
     f"fault: {name}": replace(BASES[fault.case], **fault.settings, fault=name)
     for name, fault in simulated_faults.FAULTS.items()
 }
+
+
+def optimizer_of(case, model):
+    """Return ours, for a model built in Init."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    ahead = {"max_norm": case.clip, "speculate": True} if case.speculates else {}
+    return AdamW(trained, update=case.update, **SETTINGS, **ahead)
 
 
 def ready(model, checkpoint):
@@ -189,7 +200,7 @@ def backward(case, model, number, place):
     return loss.item()
 
 
-def train(case, model, optimizer, place):
+def train(case, model, optimizer, place, after_step=lambda: None):
     """Return the losses."""
     losses = []
     for step in range(case.steps):
@@ -198,10 +209,11 @@ def train(case, model, optimizer, place):
         losses += [backward(case, model, 100 * step + micro, place) for micro in range(case.accumulate)]
         if case.clip is not None and isinstance(optimizer, ReferenceAdamW):
             reference_clip(optimizer, case.clip)
-        elif case.clip is not None:
+        elif case.clip is not None and not case.speculates:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
         optimizer.zero_grad()
+        after_step()
     return losses
 
 
@@ -240,18 +252,21 @@ def found(case, simulator, plain_pass):
         model = opened(case, folder, device_memory)
         model.to("sim")
         ready(model, case.checkpoint)
-        trained = [one for one in model.parameters() if one.requires_grad]
-        optimizer = AdamW(trained, update=case.update, **SETTINGS)
+        optimizer = optimizer_of(case, model)
         room = engine_of_model(model).device.room
         before += sum(room.nbytes(one.nbytes) for one in model.buffers())
         uses = Uses(model, lambda: simulator.counts()["allocated"] - before - room.ledger.held_nbytes)
-        losses = train(case, model, optimizer, "sim")
+        seen = [stats(model)]
+        losses = train(case, model, optimizer, "sim", lambda: seen.append(stats(model)))
+        if case.speculates and not engine_of_model(model).speculation.counts["confirmed"]:
+            raise AssertionError("no update was made before it was decided")
         if case.model == "experts":  # which of them a later batch uses depends on the weights by then
             del uses.passes[1:]
         held = {
             "most": simulator.counts()["peak"] - before,
             "device_memory": stats(model).device_budget_nbytes,
             "uncounted": uses.beside(plain_pass),
+            "uploaded": [one.since(other).uploaded_nbytes for other, one in itertools.pairwise(seen)],
         }
         return losses, {key: value.cpu() for key, value in model.state_dict().items()}, held
 

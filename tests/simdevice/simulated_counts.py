@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 from collections.abc import Callable
 
 import torch
@@ -23,6 +24,8 @@ class Uses:
         """Begin to look."""
         self.passes: list[list[int]] = []
         """One list for each forward, with its backward."""
+        self.threads: set[int] = set()
+        """The kernel's numbers of the threads in which gradients came."""
         self._count = count
         model.register_forward_pre_hook(self._begin)
         for module in model.modules():
@@ -39,6 +42,7 @@ class Uses:
             made.register_hook(self._came)
 
     def _came(self, grad):
+        self.threads.add(threading.get_native_id())
         self.passes[-1].append(self._count())
 
     def beside(self, plain: list[int]) -> list[int]:

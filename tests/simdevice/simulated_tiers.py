@@ -187,12 +187,17 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         held = engine.device.room.ledger
         uses = Uses(ours, lambda: simulator.counts()["allocated"] - before - held.held_nbytes)
         optimizer = AdamW(_trained(ours), update=tower.update, **SETTINGS)
-        seen = [stats(ours)]
-        losses = train(tower, ours, optimizer, "sim", lambda: seen.append(stats(ours)))
+        seen, waits = [stats(ours)], [0]
+
+        def after_step():
+            seen.append(stats(ours))
+            waits.append(sum(map(simulator.waits_of, uses.threads)))
+
+        losses = train(tower, ours, optimizer, "sim", after_step)
         uncounted = uses.beside(plain_pass)
         torch.accelerator.synchronize()
         counts = simulator.counts()
-        waits = waits_of_clipping(ours, simulator) if tower.clip is not None else 0
+        of_clipping = waits_of_clipping(ours, simulator) if tower.clip is not None else 0
         found = {key: value.cpu() for key, value in ours.state_dict().items()}
         timeline = sorted({span.lane for span in engine_of_model(ours).timeline.spans})
     different = [key for key, value in plain.state_dict().items() if not torch.equal(value, found[key])]
@@ -211,7 +216,8 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         "hi_read": seen[1].read_nbytes.get(("nvme", "hi"), 0),
         "on_device": seen[-1].device_nbytes,
         "tiers": sorted({tier for unit in seen[-1].units for _, tier in unit.tiers}),
-        "waits_of_clipping": waits,
+        "waits_of_clipping": of_clipping,
+        "waits_of_backward": [after - before for before, after in itertools.pairwise(waits)],
         "plan": seen[-1].plan.splitlines()[0],
         "timeline": timeline,
         "printed": str(seen[-1]),

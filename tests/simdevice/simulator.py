@@ -84,6 +84,8 @@ class Simulator:
         self._library.sim_lock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self._library.sim_unlock.argtypes = [ctypes.c_void_p]
         self._library.sim_text.restype = ctypes.c_char_p
+        self._library.sim_waits_of.argtypes = [ctypes.c_long]
+        self._library.sim_waits_of.restype = ctypes.c_long
 
     def delay(self, copy_us: int = 0, kernel_us: int = 0, jitter: int = 0, event_us: int = 0) -> None:
         """Let late copies and kernels take so long; with `jitter`, a seed, 0 to twice as long. event_us: by
@@ -106,6 +108,10 @@ class Simulator:
         values = (ctypes.c_long * len(COUNTS))()
         self._library.sim_counts(values)
         return dict(zip(COUNTS, values, strict=True))
+
+    def waits_of(self, thread: int) -> int:
+        """How often a thread of the host, by threading.get_native_id(), has waited for the device."""
+        return int(self._library.sim_waits_of(thread))
 
     def failure(self) -> str:
         """The first race or error on a stream; empty if none. Kept: finalizers swallow errors."""

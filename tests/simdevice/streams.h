@@ -12,6 +12,7 @@ std::string failure;  // the first race, or the first error on a stream's thread
 struct Counts {
   long kernels = 0, late_kernels = 0, copies = 0, late_copies = 0, host_waits = 0, races = 0;
 } counts;
+std::map<long, long> waits_of;  // by a host's thread: how often it waited for the device
 Strings waited, surprised;
 
 void merge_into(Clock& mine, const Clock& other) {
@@ -21,6 +22,11 @@ void merge_into(Clock& mine, const Clock& other) {
 void keep_failure(const std::string& what) {  // under state_mutex
   if (failure.empty()) failure = what;
   ++counts.races;
+}
+
+void count_wait() {  // under state_mutex
+  ++counts.host_waits;
+  ++waits_of[gettid()];
 }
 
 class StreamThread {
@@ -92,7 +98,7 @@ StreamThread* stream_of(int id) {
 void wait_on_host(StreamThread* stream) {
   stream->drain();
   Lock lock(state_mutex);
-  ++counts.host_waits;
+  count_wait();
   merge_into(host, stream->known);
 }
 

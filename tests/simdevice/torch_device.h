@@ -59,7 +59,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto state = *(Event*)event;
     state->wait();
     Lock lock(state_mutex);
-    ++counts.host_waits;
+    count_wait();
     merge_into(host, state->known);
   }
 
