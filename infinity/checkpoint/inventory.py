@@ -15,7 +15,6 @@ from infinity.optim.base import OffloadedOptimizer
 from infinity.optim.ownership import check_current
 from infinity.planning.boxes import Box, all_of, runs
 from infinity.planning.layout import STATE_BLOCK, Segment
-from infinity.ranks.mesh import box_of, is_cut
 from infinity.storage.manifest import MASTER, PLAIN, MeshPlace, TensorSpec
 from infinity.tensors import local, name_of_dtype
 from infinity.units.unit import Unit
@@ -106,11 +105,11 @@ class Inventory:
 
         Raises: UnsupportedError for those of a DTensor that files could not name.
         """
-        if not (self._by_name and is_cut(tensor)):
+        if not (self._by_name and self._mesh.is_cut(tensor)):
             return
-        box = box_of(tensor, name)
-        if box != all_of(tensor.shape):
-            self._boxes[name], self._shapes[name] = box, tuple(tensor.shape)
+        box, shape = self._mesh.box_of(tensor, name), self._mesh.shape_of(tensor, name)
+        if box != all_of(shape):
+            self._boxes[name], self._shapes[name] = box, shape
         # Alike on all ranks, also where one has all of a small tensor.
         if name in self.stacks.places:
             raise UnsupportedError(
@@ -123,6 +122,20 @@ class Inventory:
                 f"blocks of {STATE_BLOCK} elements of that part, which are others on another mesh: "
                 "state_dtype='bf16'; or save with optimizer=None, the weights alone"
             )
+
+    def check_unmarked(self, what: str) -> None:
+        """See that no tensor is marked as a part, which `what` cannot have. Raises: UnsupportedError."""
+        tensors = {
+            self.names[id(one)]: one
+            for unit in self._engines
+            for one in unit.parameters
+            if id(one) in self.names
+        } | self.plain
+        self._mesh.check_unmarked(what, tensors.items(), "infinity.save and infinity.load have it whole")
+
+    def _whole(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of the whole of a tensor."""
+        return self._shapes.get(name) or tuple(tensor.shape)
 
     def box(self, name: str) -> Box | None:
         """Return which elements this rank has of a tensor; None for all."""
@@ -199,7 +212,7 @@ class Inventory:
     def masters(self) -> dict[str, TensorSpec]:
         """Return the specs of all offloaded parameters' masters, by name."""
         return {
-            name: ("F32", tuple(parameter.shape))
+            name: ("F32", self._whole(name, parameter))
             for _, unit in self.units()
             for parameter, name in zip(unit.parameters, self.names_in(unit), strict=True)
             if name is not None
@@ -207,7 +220,7 @@ class Inventory:
 
     def plains(self) -> dict[str, TensorSpec]:
         """Return the specs of all other tensors, by name."""
-        return {name: (name_of_dtype(one, name), tuple(one.shape)) for name, one in self.plain.items()}
+        return {name: (name_of_dtype(one, name), self._whole(name, one)) for name, one in self.plain.items()}
 
     def fields_in(self, unit: Unit) -> tuple[str, ...]:
         """Return the fields of the optimizer's state in a unit's record."""
@@ -229,7 +242,7 @@ class Inventory:
             for parameter, name in zip(unit.parameters, self.names_in(unit), strict=True):
                 if name is None or name not in names:
                     continue
-                shape, blocks = tuple(parameter.shape), -(-parameter.numel() // STATE_BLOCK)
+                shape, blocks = self._whole(name, parameter), -(-parameter.numel() // STATE_BLOCK)
                 for field, dtype in self._types(unit, parameter).items():
                     found[KINDS[field], name] = (dtype, (blocks, 2) if field == "scale" else shape)
         return found

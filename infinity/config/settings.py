@@ -353,7 +353,14 @@ class Config:
         """
         from infinity.config.deepspeed_json import translate
 
-        return translate(source, cls, strict=strict, infinity=infinity, **values).config
+        said = translate(source, cls, strict=strict, infinity=infinity, **values)
+        if said.tensor_parallel > 1:
+            raise ConfigError(
+                f"tensor_parallel.autotp_size={said.tensor_parallel}: no field of Config divides layers. "
+                "infinity.deepspeed.zero.Init does as the file says; or infinity.Init(mesh=..., data=...) "
+                'and infinity.huggingface.tensor_parallel(model, mesh["tp"]), without the key'
+            )
+        return said.config
 
     def __str__(self) -> str:
         """The settings in one line."""

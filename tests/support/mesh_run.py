@@ -28,12 +28,14 @@ import infinity
 from answers import answer_all
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import recipe as reference
+from mesh_deepspeed import DEEPSPEED
 from mesh_edits import edits
 from mesh_saves import durable, exported, loaded_from_dcp, saves
 
 VOCABULARY, WIDTH, TOKENS, BATCH = 61, 64, 7, 2
 COMPUTES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TIGHT, WIDE = "1MiB", "64MiB"
+KINDS = ("Llama", "Qwen3", "Mistral", "Qwen2", "Gemma", "Mixtral")
 
 
 class MeshBlock(nn.Module):
@@ -222,10 +224,9 @@ def train(place, model, optimizer, *, steps=3, first=0, clip=None, accumulated=1
     return losses, norms
 
 
-def from_transformers(place, kind):
-    """Load a model of transformers that is divided by its own plan, from files that rank 0 writes."""
+def of_kind(kind):
+    """Return the class of a model of transformers, and its configuration."""
     import transformers
-    from transformers.distributed import DistributedConfig
 
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=VOCABULARY,
@@ -235,10 +236,26 @@ def from_transformers(place, kind):
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        tie_word_embeddings=False,
+        tie_word_embeddings=kind == "Gemma",
         pad_token_id=0,
+        **({"num_local_experts": 4} if kind == "Mixtral" else {}),
     )
-    folder, model = f"{place.folder}/{kind}", getattr(transformers, f"{kind}ForCausalLM")
+    return getattr(transformers, f"{kind}ForCausalLM"), config
+
+
+def by_plan(place, kind):
+    """Build a model of transformers, and divide it by its own plan."""
+    model, config = of_kind(kind)
+    torch.manual_seed(3)
+    return infinity.huggingface.tensor_parallel(model(config), place.tensor)
+
+
+def from_transformers(place, kind):
+    """Load a model of transformers that is divided by its own plan, from files that rank 0 writes."""
+    from transformers.distributed import DistributedConfig
+
+    model, config = of_kind(kind)
+    folder = f"{place.folder}/{kind}"
     if dist.get_rank() == 0 and not Path(folder).exists():
         torch.manual_seed(3)
         model(config).save_pretrained(folder)
@@ -248,9 +265,9 @@ def from_transformers(place, kind):
 
 
 def made(place, *options):
-    for kind in ("Llama", "Qwen3", "Mistral"):
+    for kind in KINDS:
         if kind in options:
-            return from_transformers(place, kind)
+            return (by_plan if "planned" in options else from_transformers)(place, kind)
     names = ("checkpointed", "tied")
     model = MeshModel(**{one: one in options for one in names})
     if "frozen" in options:
@@ -288,12 +305,14 @@ def compare(place, *options, dtype="fp32", max_norm=None, clip=None):
     """Train the parallel model in memory, and the same offloaded; return what differs."""
     accumulated = 2 if "accumulated" in options else 1
     settings = {"lr": 0.01, "weight_decay": 0.1, "max_norm": max_norm}
-    plain = made(place, *options)
+    same = "Qwen3" in options or place.data.size() > 1  # else the reference is transformers' own
+    plain = made(place, *(one for one in options if same or one != "planned"))
     other = ParallelReference(place, plain, COMPUTES[dtype], **settings)
     clips = clip and partial(other.clip, clip)
     losses, norms = train(place, plain, other, clip=clips, accumulated=accumulated)
 
     stage = {"stage": 1} if "stage 1" in options else {}
+    stage |= {"experts": "whole"} if "Mixtral" in options else {}
     model = offloaded(
         place, *options, dtype=dtype, host_memory=TIGHT if "tight" in options else WIDE, **stage
     )
@@ -567,6 +586,7 @@ def saved_by_dcp(place):
 
 
 SPECIAL = {
+    **DEEPSPEED,
     "durable": lambda place: durable(place, sys.modules[__name__]),
     "loaded from dcp": lambda place: loaded_from_dcp(place, sys.modules[__name__]),
     "exported": lambda place: exported(place, sys.modules[__name__]),
