@@ -11,6 +11,7 @@ that have the same parts of the model and different data, those of one sequence 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,7 +71,8 @@ def divided(mpu: Any = None, mesh_param: Any = None, data_group: Any = None) -> 
         raise ConfigError(f"{' and '.join(said)}: each says which ranks share data; give one of them")
     if not said:
         return None
-    init_distributed()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        init_distributed()
     if mpu is not None:
         return _by_mpu(mpu)
     if data_group is not None:

@@ -97,8 +97,8 @@ class Setting:
         if self.data_ranks % self.expert_parallel:
             with_data = f", of which {self.data_ranks} have different data" * (self.data_ranks < self.ranks)
             raise ConfigError(
-                f"{self.ranks} ranks{with_data}, {self.expert_parallel} that divide experts: expected a whole "
-                "number of such groups"
+                f"{self.ranks} ranks{with_data}, {self.expert_parallel} that divide experts: expected a "
+                "whole number of such groups"
             )
         if self.pipeline_parallel > 1 and self.method.activation_nbytes is not None:
             raise ConfigError(
