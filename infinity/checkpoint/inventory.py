@@ -56,6 +56,7 @@ class Inventory:
         self._mesh = self.engine.stages.mesh
         self.ranks = self.engine.stages.everyone
         """All that save and load together: of a mesh, those of all its dimensions."""
+        self._stage, self._stages = 0, 1
         self.stacks = Stacks(model, blocks=self.engine.schema.state_dtype == "int8")
         """Which parameters are slices, and of what, in checkpoints: with moments in blocks, slices have to be
         whole blocks.
@@ -137,6 +138,11 @@ class Inventory:
         """Return the shape of the whole of a tensor."""
         return self._shapes.get(name) or tuple(tensor.shape)
 
+    def join_stages(self) -> None:
+        """Save and load with all ranks of all stages of a pipeline. Each of them calls this."""
+        stages = self.engine.stages
+        self.ranks, self._stage, self._stages = stages.all_ranks(), stages.ranks.rank, stages.ranks.size
+
     def box(self, name: str) -> Box | None:
         """Return which elements this rank has of a tensor; None for all."""
         return self._boxes.get(name)
@@ -151,7 +157,9 @@ class Inventory:
     @property
     def place(self) -> MeshPlace:
         """This rank's place among those that save and load together."""
-        return MeshPlace(self.engine.ranks.rank, self._mesh.ranks.rank, self._mesh.ranks.size)
+        beside = self._mesh.ranks
+        at = self._stage * beside.size + beside.rank
+        return MeshPlace(self.engine.ranks.rank, at, self._stages * beside.size)
 
     def _check_units(self) -> None:
         for unit in self._engines:

@@ -318,7 +318,7 @@ def _members(mesh: DeviceMesh, number: int) -> tuple[int, ...]:
     return tuple(sorted(dist.get_process_group_ranks(mesh.get_group(number))))
 
 
-def _opened(members: Sequence[int], device: str, timeout_s: float) -> Ranks:
+def opened(members: Sequence[int], device: str, timeout_s: float) -> Ranks:
     """Connect these ranks of the world, of which this process is one."""
     backend = "nccl" if device.startswith("cuda") else "gloo"
     return Ranks(members, list(members).index(dist.get_rank()), backend, timeout_s, placed(device))
@@ -326,11 +326,11 @@ def _opened(members: Sequence[int], device: str, timeout_s: float) -> Ranks:
 
 def open_mesh(of: DataOfMesh, device: str, timeout_s: float) -> tuple[Ranks, MeshRanks, Ranks]:
     """Connect the ranks that share data, those beside, and all of both. All divide their machine's memory."""
-    ranks = _opened(of.data, device, timeout_s)
-    beside = _opened(of.beside, device, timeout_s)
+    ranks = opened(of.data, device, timeout_s)
+    beside = opened(of.beside, device, timeout_s)
     if beside.size == 1:
         return ranks, MeshRanks(of, beside), ranks
-    everyone = _opened(of.everyone, device, timeout_s) if ranks.size > 1 else beside
+    everyone = opened(of.everyone, device, timeout_s) if ranks.size > 1 else beside
     everyone.prepare_as(ranks)
     ranks.share_machine(beside)
     if ranks.size > 1:

@@ -14,6 +14,7 @@ sums by itself, in the order of stages, and every parameter is counted once.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ import xxhash
 
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.ranks.group import ALONE, Ranks, open_ranks
-from infinity.ranks.mesh import DataOfMesh, MeshRanks, open_mesh
+from infinity.ranks.mesh import DataOfMesh, MeshRanks, open_mesh, opened
 from infinity.ranks.taking_part import TakingPart
 from infinity.units.pipelines import stage_that_runs
 
@@ -52,7 +53,8 @@ class Stages:
         """
         self.everyone = everyone
         self.mesh = mesh or MeshRanks()
-        self._ranks = ranks
+        self._ranks, self._timeout_s = ranks, timeout_s
+        self._all: Ranks | None = None
         self._training = TakingPart(ranks, timeout_s)
         """The ranks whose stages train anything: norms are theirs."""
         self._is_frozen: Callable[[], bool] = lambda: False
@@ -119,24 +121,31 @@ class Stages:
                 "cut the model so that each rank has some."
             )
 
-    def check_apart(self, folder: str | os.PathLike[str]) -> None:
-        """See that every stage writes to a folder of its own. Every rank of pipeline_group calls it.
+    def all_ranks(self) -> Ranks:
+        """Return the ranks of all stages, which are connected when this is first called, by all of them."""
+        if self._all is None:
+            mine = json.dumps(list(self.everyone.members)).encode()
+            rows = self._ranks.each(mine, "find the ranks of all stages")
+            members = sorted({one for row in rows for one in json.loads(row)})
+            self._all = opened(members, self._ranks.device, self._timeout_s)
+            self._ranks.closing.append(self._all.close)
+        return self._all
 
-        Raises: ConfigError, on all of them, naming the stages that do not.
+    def share(self, folder: str | os.PathLike[str]) -> bool:
+        """Whether all stages name one folder; else each has its own. Every rank of pipeline_group calls it.
+
+        Raises: ConfigError, on all of them, where some do, and others do not.
         """
-        if not self.several:
-            return
         path = os.path.realpath(folder)
         mine = xxhash.xxh3_64_intdigest(path.encode()) >> 1
         rows = self._ranks.of_all([mine], "compare folders of stages")
         same = [str(stage) for stage, row in enumerate(rows) if rows.count(row) > 1]
-        if same:
+        if same and len(same) < len(rows):
             raise ConfigError(
-                f"ranks {', '.join(same)} of pipeline_group save to one folder (this one to {path}), and "
-                "each would "
-                "replace what another has written. Give every stage a folder of its own, such as "
-                f"{path}/stage-{self._ranks.rank}, to save and to load."
+                f"ranks {', '.join(same)} of pipeline_group name one folder (this one {path}), and others do "
+                "not. Give all stages the same folder, or every stage one of its own"
             )
+        return bool(same)
 
     @property
     def ranks(self) -> Ranks:

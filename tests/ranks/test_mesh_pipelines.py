@@ -21,6 +21,7 @@ CASES = [
 ]
 MESHES = {"tp 2 x pp 2": (4, 1, 2), "dp 2 x pp 2": (4, 2, 1), "dp 2 x tp 2 x pp 2": (8, 2, 2)}
 """Ranks, how many of them have different data, and how many divide layers."""
+SAVES = "dp 2 x pp 2"
 
 pytestmark = [pytest.mark.multi, pytest.mark.disk, pytest.mark.slow]
 
@@ -33,7 +34,8 @@ def answers(tmp_path_factory):
     def all_of(mesh):
         ranks, data, tensor = MESHES[mesh]
         folder = tmp_path_factory.mktemp("mesh")
-        forked(ranks, SUPPORT / "mesh_pipeline_run.py", folder, data, tensor, *CASES)
+        more = ["checkpoints"] if mesh == SAVES else []
+        forked(ranks, SUPPORT / "mesh_pipeline_run.py", folder, data, tensor, *CASES, *more)
         return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
 
     def answer(mesh, case):
@@ -53,3 +55,11 @@ def test_stages_of_divided_layers_train_bit_for_bit_as_in_memory(answers, mesh, 
     assert max(one["norms differ"] for one in given) < 1e-12
     if "tight" in case:
         assert min(one["nvme"] for one in given) > 0
+
+
+def test_stages_load_a_checkpoint_of_a_mesh_without_stages_and_save_one_that_it_loads(answers):
+    for one in answers(SAVES, "checkpoints"):
+        assert one["wrong"] == []
+        assert one["refused"][0] == ""
+        assert "CheckpointError: " in one["refused"][1]
+        assert "nothing was loaded" in one["refused"][1]

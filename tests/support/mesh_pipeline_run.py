@@ -33,7 +33,7 @@ from mesh_run import (
     local,
 )
 
-PARTS, ROWS, TOKENS = 2, 4, 7
+PARTS, ROWS, TOKENS, BLOCKS = 2, 4, 7, 2
 
 
 class StagePlace(Place):
@@ -58,17 +58,20 @@ class StagePlace(Place):
 
 
 class MeshStage(nn.Module):
-    """A block; the first stage has the embedding, and the last the head, as well."""
+    """A block; the first stage has the embedding, and the last the head, as well. Names are the whole's."""
 
     def __init__(self, place):
         super().__init__()
         torch.manual_seed(place.number)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH) if place.number == 0 else None
-        self.block = MeshBlock()
+        numbers = range(BLOCKS) if place.count == 1 else [place.number]
+        self.blocks = nn.ModuleDict({str(number): MeshBlock() for number in numbers})
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False) if place.number == place.count - 1 else None
 
     def forward(self, hidden):
-        hidden = self.block(hidden if self.embedding is None else self.embedding(hidden))
+        hidden = hidden if self.embedding is None else self.embedding(hidden)
+        for block in self.blocks.values():
+            hidden = block(hidden)
         return hidden if self.head is None else self.head(hidden)
 
 
@@ -77,7 +80,8 @@ def built(place):
     outside = {name: one for name, one in OUTSIDE.items() if getattr(model, name) is not None}
     if outside:
         parallelize_module(model, place.tensor, outside)
-    parallelize_module(model.block, place.tensor, IN_BLOCK)
+    for block in model.blocks.values():
+        parallelize_module(block, place.tensor, IN_BLOCK)
     return model
 
 
@@ -112,15 +116,7 @@ def compare(place, *options):
     plain = built(place)
     other = ParallelReference(place, plain, COMPUTES[dtype], **settings)
     losses, norms = train(place, plain, other, clips and partial(other.clip, clips))
-    with infinity.Init(
-        mesh=place.mesh["dp", "tp"],
-        data="dp",
-        pipeline_group=place.stages.get_group(),
-        dtype=dtype,
-        nvme=place.folder,
-        host_memory=TIGHT if "tight" in options else WIDE,
-    ):
-        model = built(place)
+    model = offloaded(place, dtype=dtype, host_memory=TIGHT if "tight" in options else WIDE)
     mine = infinity.AdamW(model.parameters(), **settings)
     clip = clips and partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), clips)
     ours, own = train(place, model, mine, clip)
@@ -142,12 +138,77 @@ def compare(place, *options):
     }
 
 
+def offloaded(place, **settings):
+    groups = {"mesh": place.mesh["dp", "tp"], "data": "dp", "pipeline_group": place.stages.get_group()}
+    with infinity.Init(**{"dtype": "fp32", "nvme": place.folder, "host_memory": TIGHT, **groups, **settings}):
+        return built(place)
+
+
+def all_of(model, optimizer):
+    """Return weights and moments by name, whole: every rank of the model's mesh calls it."""
+
+    def whole(one):
+        return (one.full_tensor() if hasattr(one, "full_tensor") else one).clone()
+
+    found = {name: whole(one) for name, one in model.state_dict().items()}
+    state = optimizer.state_dict()["state"]
+    for number, (name, _) in enumerate(model.named_parameters()):
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            found[f"{key} of {name}"] = whole(torch.as_tensor(state[number][key]))
+    return found
+
+
+def checkpoints(place):
+    """Save on one mesh, load on others, with stages and without, and back; return what differs."""
+    import torch.distributed.checkpoint as dcp
+
+    ranks, folder = dist.get_world_size(), place.folder
+    wide, stages = StagePlace(folder, ranks // 2, 2), StagePlace(folder, ranks // 2, 1)
+    tall, long = StagePlace(folder, 1, ranks), StagePlace(folder, 1, 1)
+    first = offloaded(wide)
+    optimizer = infinity.AdamW(first.parameters(), lr=0.01)
+    for step in range(2):
+        hidden = first(wide.batch(step))
+        functional.cross_entropy(hidden.flatten(0, 1), wide.batch(step).flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected, wrong = all_of(first, optimizer), []
+    infinity.save(first, optimizer, f"{folder}/a", extra={"rank": dist.get_rank()})
+    before = "a"
+    for name, at in (("b", stages), ("c", tall), ("d", stages), ("e", wide)):
+        model = offloaded(at, host_memory=WIDE if name == "d" else TIGHT)
+        mine = infinity.AdamW(model.parameters(), lr=0.5)
+        infinity.load(model, mine, f"{folder}/{before}")
+        actual = all_of(model, mine)
+        wrong += [f"{one} in {before}" for one in actual if not torch.equal(actual[one], expected[one])]
+        wrong += [f"rate of {before}"] * (mine.param_groups[0]["lr"] != 0.01)
+        infinity.save(model, mine, f"{folder}/{name}")
+        before = name
+    dist.barrier()
+    alone = {name: torch.zeros_like(one) for name, one in expected.items() if " " not in name}
+    dcp.load(alone, storage_reader=infinity.CheckpointReader(f"{folder}/b"), no_dist=True)
+    wrong += [f"{name} by DCP" for name, one in alone.items() if not torch.equal(one, expected[name])]
+    refused = []
+    for model in (offloaded(stages), offloaded(long)):
+        try:
+            infinity.load(model, None, f"{folder}/a")
+            missing = stages if len(refused) == 0 else long
+            refused.append("" if missing is stages else "no error")
+        except Exception as error:  # noqa: BLE001 - of many kinds
+            refused.append(f"{type(error).__name__}: {error}")
+    return {"wrong": wrong, "refused": refused}
+
+
 def main(folder, data, tensor, *names):
     """Do cases. data: ranks with different data; tensor: those that divide layers."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     place = StagePlace(folder, int(data), int(tensor))
-    answer_all(folder, names, lambda name: compare(place, *name.split(", ")))
+    answer_all(
+        folder,
+        names,
+        lambda name: checkpoints(place) if name == "checkpoints" else compare(place, *name.split(", ")),
+    )
 
 
 if __name__ == "__main__":
