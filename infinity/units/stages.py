@@ -123,6 +123,8 @@ class Stages:
 
     def all_ranks(self) -> Ranks:
         """Return the ranks of all stages, which are connected when this is first called, by all of them."""
+        if not self.several:
+            return self.everyone
         if self._all is None:
             mine = json.dumps(list(self.everyone.members)).encode()
             rows = self._ranks.each(mine, "find the ranks of all stages")
