@@ -195,7 +195,7 @@ class MeshRanks:
                 f"{what} is a DTensor, as {placements} on {mesh}, and Init knows no mesh. {_CURE}"
             )
         for number, one in enumerate(placements):
-            if not (one.is_shard() or one.is_replicate()):
+            if one.is_partial():
                 raise UnsupportedError(
                     f"{what} is a DTensor placed as {one} along dimension {number} of {mesh}: a parameter "
                     "is kept as Shard or Replicate. redistribute(placements=[Replicate()]) sums the parts"

@@ -62,4 +62,4 @@ def test_stages_load_a_checkpoint_of_a_mesh_without_stages_and_save_one_that_it_
         assert one["wrong"] == []
         assert one["refused"][0] == ""
         assert "CheckpointError: " in one["refused"][1]
-        assert "nothing was loaded" in one["refused"][1]
+        assert "nothing was loaded:" in one["refused"][1]

@@ -598,29 +598,3 @@ def test_a_slower_link_makes_a_step_that_waits_for_it_longer(tmp_path):
 def test_without_a_name_the_link_is_told_to_be_a_guess():
     said = ask("check", "--model", "1m", "--host-memory", "64MiB", "--gpu-memory", "2GiB", *RATES)[1]
     assert "9.3 GiB/s to it, and as much from it (as copies in memory here: give --gpu-link)" in said
-
-
-def test_a_plan_of_a_mesh_says_what_a_rank_has_and_what_crosses_which_link(tmp_path):
-    mesh = ("--ranks", "16", "--local-ranks", "4", "--tensor-parallel", "2", "--pipeline-parallel", "2")
-    arguments = ("check", "--model", "25m", "--host-memory", "64MiB", "--tokens", "1x64", *RATES)
-    links = ("--link", "1", "--local-link", "100", "--micro-batches", "4")
-    code, said = ask(*arguments, *mesh, *links)
-    assert code == 0
-    for part in (
-        "data 4 x tensor 2 x pipeline 2",
-        "1/2 of each matrix, the heaviest of 2 stages",
-        "tensor, 2 ranks",
-        "data, 4 ranks",
-        "pipeline, 2 ranks",
-        "within machines",
-        "between machines",
-    ):
-        assert part in said
-    (row, *_) = facts(tmp_path, *arguments, *mesh, *links)
-    assert row["facts"]["data_ranks"] == 4
-    assert [one["by"] for one in row["facts"]["sent"]] == ["tensor", "data", "pipeline"]
-    code, said = ask(*arguments, "--ranks", "6", "--tensor-parallel", "4", *links)
-    assert (code, "expected a multiple of --tensor-parallel 4 x --pipeline-parallel 1 = 4" in said) == (
-        1,
-        True,
-    )
