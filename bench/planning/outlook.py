@@ -40,9 +40,11 @@ def facts(one: Planned, tbw_nbytes: float | None) -> dict[str, Any]:
     need, forecast, setting, method = one.demand, one.forecast, one.setting, one.setting.method
     found: dict[str, Any] = {
         "model": one.outline.name,
-        "parameters": one.outline.parameters,
-        "active_parameters": one.outline.active_parameters,
+        "parameters": one.whole.parameters,
+        "active_parameters": one.whole.active_parameters,
         "ranks": setting.ranks,
+        "data_ranks": setting.data_ranks,
+        "sent": [asdict(each) for each in one.crossings],
         "tokens": one.tokens,
         "sequence": method.sequence,
         "fits": one.fits,
@@ -123,12 +125,12 @@ def single(pairs: Pairs, options: argparse.Namespace) -> Findings:
     found = facts(one, options.tbw and options.tbw * 1e12)
     found["longest_sequence"] = longest_sequence(one)
     advice = told(one, ideas(one))
-    lines = [*_assumed(one, options), *_needed(one), *_of_activations(one), *_in_a_step(found)]
+    lines = [*_assumed(one, options), *_needed(one), *_of_activations(one), *_in_a_step(found), *_sent(one)]
     lines.append(("longest sequence that fits", _longest(one, found["longest_sequence"])))
     if one.setting.device_nbytes is not None and one.forecast is not None:
         lines.append(("each GPU in a step", _busy(one)))
     return Findings(
-        title=f"{one.outline.name}: {_parameters(one.outline)} on {_ranks(one)}",
+        title=f"{one.outline.name}: {_parameters(one.whole)} on {_ranks(one)}",
         rows=[
             {"what": what, "shown": text, **({"facts": {**found, "advice": advice}} if not number else {})}
             for number, (what, text) in enumerate(lines)
@@ -158,7 +160,8 @@ def _assumed(one: Planned, options: argparse.Namespace) -> list[tuple[str, str]]
         method.tokens * method.sequence_parallel // method.sequence,
         "blocks recomputed in the backward",
     )
-    ranks = "each rank" if method.sequence_parallel == 1 else f"every {method.sequence_parallel} ranks"
+    sharers = method.sequence_parallel * setting.tensor_parallel * setting.pipeline_parallel
+    ranks = "each rank" if sharers == 1 else f"every {sharers} ranks"
     batch = f"{rows} x {method.sequence:,} tokens on {ranks}"
     if setting.micro_batches > 1:
         batch += f", {setting.micro_batches} times in a step"
@@ -174,6 +177,7 @@ def _assumed(one: Planned, options: argparse.Namespace) -> list[tuple[str, str]]
         _parted("the loss without logits", method.loss_tiles) if method.loss_tiles else "",
     ]
     lines = [
+        *_dimensions(one),
         ("micro-batch", batch),
         ("types", types),
         ("activations", ", ".join(filter(None, ways))),
@@ -207,12 +211,38 @@ def _assumed(one: Planned, options: argparse.Namespace) -> list[tuple[str, str]]
     return lines
 
 
+def _dimensions(one: Planned) -> list[tuple[str, str]]:
+    """Say how the ranks are divided, and what of the model one has, where they do not all have the same."""
+    setting = one.setting
+    tensor, stages = setting.tensor_parallel, setting.pipeline_parallel
+    if tensor * stages == 1:
+        return []
+    mesh = f"data {setting.data_ranks} x tensor {tensor} x pipeline {stages}"
+    has = f"{short_count(one.outline.parameters)} parameters"
+    what = [f"1/{tensor} of each matrix"] * (tensor > 1) + [f"the heaviest of {stages} stages"] * (stages > 1)
+    return [
+        ("mesh", mesh),
+        ("planned is a rank with", f"{', '.join(what)}: {has}, partitioned among {setting.data_ranks} ranks"),
+    ]
+
+
+def _sent(one: Planned) -> list[tuple[str, str]]:
+    """Say what a rank sends to others in a step, by kind of parallelism, and over which links."""
+    lines = []
+    for each in one.crossings:
+        speed = one.link(each.place)
+        at = f", {duration(each.nbytes / speed)} at {format_size(speed)}/s" if speed else ""
+        what = f"{format_size(each.nbytes)} at most, {each.place}{at}: {each.what}"
+        lines.append((f"sent by a rank in a step: {each.by}, {each.ranks} ranks", what))
+    return lines
+
+
 def _divided(one: Planned) -> str:
     """Say which experts a rank has, and what their records take on its NVMe."""
     setting, parts = one.setting, [part for part in one.outline.parts if part.divided]
     here = sum(part.numel for part in parts if not part.elsewhere)
-    share = here * setting.expert_parallel // setting.ranks
-    copies = setting.ranks // setting.expert_parallel
+    share = here * setting.expert_parallel // setting.data_ranks
+    copies = setting.data_ranks // setting.expert_parallel
     with_others = f", which {copies} ranks partition" if copies > 1 else ""
     schema = RecordSchema(setting.state_dtype, setting.dtype)
     nbytes = sum(schema.nbytes(name, share) for name in schema.fields)

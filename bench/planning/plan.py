@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,8 @@ from infinity.errors import ConfigError
 from infinity.planning.activations import Method
 from infinity.planning.capacity import Capacity
 from infinity.planning.coded import BITS
+from infinity.planning.crossing import WITHIN, place_of
+from infinity.planning.divided import of_rank
 from infinity.planning.gpus import GPUS, LAUNCH_S, REACHED_COMPUTE, REACHED_LINK, USE_S
 from infinity.planning.layout import RecordSchema
 from infinity.planning.outline import Outline
@@ -57,6 +60,8 @@ _SWEPT = (
     "device-memory",
     "tokens",
     "ranks",
+    "tensor-parallel",
+    "pipeline-parallel",
     "expert-parallel",
     "micro-batches",
     "dtype",
@@ -156,6 +161,10 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     shared = "ranks that share each sequence, as Config(sequence_parallel=...) (1)"
     add("--sequence-parallel", type=positive, default=1, metavar="N", help=shared)
+    layers = "ranks that divide each layer: tensor parallelism, whose ranks are neighbours (1)"
+    add("--tensor-parallel", type=positive, default=1, metavar="N", help=layers)
+    stages = "stages of a pipeline; --micro-batches are in flight in it (1)"
+    add("--pipeline-parallel", type=positive, default=1, metavar="N", help=stages)
     divided = "ranks that divide the experts of each layer, as Config(expert_parallel=...) (1)"
     add("--expert-parallel", type=positive, default=1, metavar="N", help=divided)
     sent = "in which ranks send them, as Config(quantized_%s=...)"
@@ -212,7 +221,8 @@ def _add_model(add: Callable[..., object]) -> None:
 
 
 def _add_ranks(add: Callable[..., object]) -> None:
-    add("--ranks", type=positive, metavar="N", help="in all (1, or as many as share a sequence)")
+    in_all = "in all: data x tensor x pipeline (1, or as many as the other options name)"
+    add("--ranks", type=positive, metavar="N", help=in_all)
     add("--local-ranks", type=positive, default=1, metavar="N", help="on each machine, sharing its NVMe (1)")
 
 
@@ -245,6 +255,7 @@ def _add_machine(add: Callable[..., object]) -> None:
     add("--machine-memory", type=some_size, metavar="SIZE", help="host memory of each machine, all of it")
     add("--nvme-space", type=some_size, metavar="SIZE", help="free on the NVMe of each machine")
     add("--link", type=_rate, metavar="GB/s", help="of collectives, per rank (needed for several ranks)")
+    add("--local-link", type=_rate, metavar="GB/s", help="the same, of ranks of one machine (as --link)")
     add(
         "--compute",
         type=_rate,
@@ -270,7 +281,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     check_outputs(options)
     code = 0
     if getattr(options, "ranks", 0) is None:
-        options.ranks = getattr(options, "sequence_parallel", 1)
+        names = ("sequence_parallel", "tensor_parallel", "pipeline_parallel")
+        options.ranks = math.prod(getattr(options, name, 1) for name in names)
     if getattr(options, "gpu", None):
         _fill_in_gpu(options)
     if options.question == "compare":
@@ -304,7 +316,7 @@ def _planned(options: argparse.Namespace, console: Console) -> Iterator[tuple[di
     """Plan each combination of the swept values; yield the values and the plan."""
     outlines: dict[str, Outline] = {}
     disk = _disk(options)
-    seconds: dict[tuple[str, tuple[int, int]], float | None] = {}
+    seconds: dict[tuple[Any, ...], float | None] = {}
     names = [name for name, _ in options.sweep]
     if len(set(names)) < len(names):
         raise ConfigError(f"sweep of {', '.join(names)}: each key once, with all its values")
@@ -316,23 +328,23 @@ def _planned(options: argparse.Namespace, console: Console) -> Iterator[tuple[di
         with console.status(f"plan {number + 1} of {len(combinations)}"):
             if chosen.model not in outlines:
                 outlines[chosen.model] = outline_of(chosen.model)
-            outline = outlines[chosen.model]
-            key = chosen.model, chosen.tokens
+            outline = of_rank(outlines[chosen.model], chosen.tensor_parallel, chosen.pipeline_parallel)
+            key = chosen.model, chosen.tokens, chosen.tensor_parallel, chosen.pipeline_parallel
             if key not in seconds:
                 seconds[key] = _seconds(chosen, outline, console)
             budgets = machine.host_nbytes(chosen), chosen.device_memory or chosen.gpu_memory
-            tokens = _tokens_of_rank(chosen)[0] * chosen.micro_batches * chosen.ranks
+            tokens = _tokens_of_rank(chosen)[0] * chosen.micro_batches * _data_ranks(chosen)
             _check_expert_ranks(chosen)
             outline = cuts.sliced(outline, tokens, console, chosen.expert_parallel)
             tiled = cuts.tiled(outline, chosen.tile_above, *budgets, console)
-            one = _plan_one(chosen, tiled, disk, seconds[key])
+            one = _plan_one(chosen, tiled, disk, seconds[key], outlines[chosen.model])
         if len(combinations) > 1 and not console.is_terminal:
             console.print(f"planned {number + 1} of {len(combinations)}", highlight=False)
         yield dict(zip(names, values, strict=True)), one
 
 
 def _plan_one(
-    chosen: argparse.Namespace, outline: Outline, disk: Disk | None, seconds: float | None
+    chosen: argparse.Namespace, outline: Outline, disk: Disk | None, seconds: float | None, whole: Outline
 ) -> Planned:
     if "auto" in (chosen.sequence_tiles, chosen.loss_tiles) and chosen.activation_memory is None:
         raise ConfigError(
@@ -347,6 +359,7 @@ def _plan_one(
         sequence_parallel=chosen.sequence_parallel,
         sequence_tiles=chosen.sequence_tiles,
         activation_nbytes=chosen.activation_memory,
+        in_flight=min(chosen.pipeline_parallel, chosen.micro_batches),
     )
     setting = Setting(
         host_nbytes=machine.host_nbytes(chosen),
@@ -357,6 +370,8 @@ def _plan_one(
         update=chosen.update,
         micro_batches=chosen.micro_batches,
         ranks=chosen.ranks,
+        tensor_parallel=chosen.tensor_parallel,
+        pipeline_parallel=chosen.pipeline_parallel,
         expert_parallel=chosen.expert_parallel,
         local_ranks=chosen.local_ranks,
         durable=chosen.durable,
@@ -371,7 +386,14 @@ def _plan_one(
     )
     rates = _rates(chosen, disk) if whole_s is not None else None
     fills_gpu = chosen.device_memory is None or chosen.gpu_memory is None
-    return answer(Question(outline, setting, machine.capacity(chosen), whole_s, rates, fills_gpu))
+    near, far = (one * 1e9 if one else None for one in (chosen.local_link or chosen.link, chosen.link))
+    if whole_s is not None:  # the first and the last micro-batches leave other stages idle
+        whole_s *= 1 + (chosen.pipeline_parallel - 1) / chosen.micro_batches
+    place = place_of(setting.data_ranks, setting.tensor_parallel, setting.local_ranks)
+    if rates is not None and near is not None and place == WITHIN:
+        rates = replace(rates, link=near)
+    question = Question(outline, setting, machine.capacity(chosen), whole_s, rates)
+    return answer(replace(question, links=(near, far), whole=whole, fills_gpu=fills_gpu))
 
 
 # The machine's speed
@@ -456,12 +478,28 @@ def _tokens_of_rank(options: argparse.Namespace) -> tuple[int, int]:
     Raises: ConfigError where ranks, or tokens, cannot be divided among those that share a sequence.
     """
     (batch, sequence), sharers = options.tokens, options.sequence_parallel
-    if options.ranks % sharers or sequence % sharers:
+    ranks = _data_ranks(options)
+    if ranks % sharers or sequence % sharers:
+        beside = f" / {options.ranks // ranks} = {ranks}" if ranks < options.ranks else ""
         raise ConfigError(
-            f"--sequence-parallel {sharers}: it has to divide --ranks {options.ranks}, and the sequences of "
-            f"{sequence} tokens of --tokens"
+            f"--sequence-parallel {sharers}: it has to divide --ranks {options.ranks}{beside}, and the "
+            f"sequences of {sequence} tokens of --tokens"
         )
     return batch * sequence // sharers, sequence
+
+
+def _data_ranks(options: argparse.Namespace) -> int:
+    """Return how many ranks have different data, or parts of sequences.
+
+    Raises: ConfigError where the ranks cannot be divided so.
+    """
+    each = options.tensor_parallel * options.pipeline_parallel
+    if options.ranks % each:
+        raise ConfigError(
+            f"--ranks {options.ranks}: expected a multiple of --tensor-parallel {options.tensor_parallel} x "
+            f"--pipeline-parallel {options.pipeline_parallel} = {each}"
+        )
+    return int(options.ranks) // each
 
 
 def _check_expert_ranks(chosen: argparse.Namespace) -> None:
@@ -469,7 +507,7 @@ def _check_expert_ranks(chosen: argparse.Namespace) -> None:
 
     Raises: ConfigError where they cannot, or accelerators would compute.
     """
-    check_expert_ranks(chosen.expert_parallel, chosen.ranks)
+    check_expert_ranks(chosen.expert_parallel, _data_ranks(chosen))
     if chosen.expert_parallel > 1 and (chosen.device_memory or chosen.gpu_memory):
         raise ConfigError(
             f"--expert-parallel {chosen.expert_parallel} with memory of GPUs: ranks that divide experts "
@@ -511,7 +549,8 @@ def _sweep(text: str) -> tuple[str, list[Any]]:
         raise argparse.ArgumentTypeError(f"{text!r}: expected KEY=A,B,... with a KEY of {', '.join(_SWEPT)}")
     kinds: dict[str, Any] = {
         "tokens": _tokens,
-        **dict.fromkeys(("ranks", "expert-parallel", "micro-batches"), positive),
+        **dict.fromkeys([one for one in _SWEPT if one == "ranks" or one.endswith("-parallel")], positive),
+        "micro-batches": positive,
     }
     kinds |= {"host-memory": some_size, "device-memory": some_size}
     return name, [kinds.get(name, str)(value) for value in values.split(",")]

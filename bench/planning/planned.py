@@ -9,6 +9,7 @@ from typing import Any
 from infinity.errors import ConfigError, HostMemoryError
 from infinity.planning.activations import Method
 from infinity.planning.capacity import CONTEXT_NBYTES, Capacity, Need, needs
+from infinity.planning.crossing import WITHIN, Crossing, crossings
 from infinity.planning.demand import Demand, as_recomputed, demand, least_host_nbytes
 from infinity.planning.expert_tokens import TokenTraffic, token_traffic
 from infinity.planning.forecast import Forecast, forecast
@@ -31,6 +32,10 @@ class Question:
     """That forward and backward of a step compute, with recomputation; None for no forecast."""
     rates: Rates | None = None
     """Of one rank; None for no forecast."""
+    links: tuple[float | None, float | None] = (None, None)
+    """Bytes a second between ranks of one machine, and of several; None: as in `rates`."""
+    whole: Outline | None = None
+    """The model of which the outline is what one rank has; None where it has all of it."""
     fills_gpu: bool = True
     """Whether parameters may have what the GPU has left, at most the setting's device memory, and not exactly
     that.
@@ -83,6 +88,11 @@ class Planned:
         return self.question.outline
 
     @property
+    def whole(self) -> Outline:
+        """The model, all of it."""
+        return self.question.whole or self.question.outline
+
+    @property
     def setting(self) -> Setting:
         """As it was planned: on a GPU with the device memory that is left for parameters."""
         return self.demand.setting if self.demand is not None else self.question.setting
@@ -123,22 +133,37 @@ class Planned:
         return token_traffic(self.outline, self.setting)
 
     @property
+    def crossings(self) -> tuple[Crossing, ...]:
+        """What a rank sends to others in a step."""
+        return crossings(self.outline, self.setting)
+
+    def link(self, place: str) -> float | None:
+        """Return the bytes a second of collectives of ranks that lie so; None if it is not known."""
+        rates, known = self.question.rates, self.question.links[place != WITHIN]
+        return known if known is not None or rates is None else rates.link
+
+    @property
     def step_s(self) -> float | None:
-        """Seconds of a step; activations on NVMe, and tokens between ranks, are taken to be moved while
-        nothing else is.
+        """Seconds of a step; activations on NVMe, and what is not weights or gradients between ranks, are
+        taken to be moved while nothing else is.
         """
         told, rates = self.forecast, self.question.rates
         if told is None or rates is None or self.demand is None:
             return None
         moved = 2 * self.demand.offloaded_nbytes * self.setting.micro_batches
-        sent = self.sent.to_others_nbytes / rates.link if self.sent is not None and rates.link else 0.0
+        sent = sum(
+            one.nbytes / speed
+            for one in self.crossings
+            if one.by != "data" and (speed := self.link(one.place))  # the forecast has that
+        )
         return told.seconds + moved / rates.disk.mixed + sent
 
     @property
     def tokens_per_s(self) -> float | None:
         """Of all ranks together; None without a forecast."""
         seconds = self.step_s
-        return self.setting.ranks * self.setting.micro_batches * self.tokens / seconds if seconds else None
+        trained = self.setting.data_ranks * self.setting.micro_batches * self.tokens
+        return trained / seconds if seconds else None
 
     @property
     def written_nbytes(self) -> int:

@@ -185,6 +185,7 @@ def load_dcp(
     RanksError if another rank failed, with its reason.
     """
     inventory = Inventory(model, optimizer)
+    inventory.check_unmarked("infinity.load_dcp")
     ranks, folder = inventory.ranks, Path(checkpoint)
     check_named(ranks, folder, "infinity.load_dcp")
     if optimizer is not None and not has_adams(optimizer):

@@ -144,6 +144,7 @@ def write_model(
     """Write a model as `save_pretrained` does, which says what this raises; `others` with their values."""
     check_names(model)
     inventory = Inventory(model, None)
+    inventory.check_unmarked("infinity.save_pretrained")
     whole = _saved(dtype or inventory.engine.weights.dtype)
     whole.check(inventory.engine)
     saved = {unit: whole if dtype else _saved(unit.flat.dtype) for _, unit in inventory.units()}

@@ -15,7 +15,6 @@ from infinity.optim.base import OffloadedOptimizer
 from infinity.optim.ownership import check_current
 from infinity.planning.boxes import Box, all_of, runs
 from infinity.planning.layout import STATE_BLOCK, Segment
-from infinity.ranks.mesh import box_of, is_cut
 from infinity.storage.manifest import MASTER, PLAIN, MeshPlace, TensorSpec
 from infinity.tensors import local, name_of_dtype
 from infinity.units.unit import Unit
@@ -57,6 +56,7 @@ class Inventory:
         self._mesh = self.engine.stages.mesh
         self.ranks = self.engine.stages.everyone
         """All that save and load together: of a mesh, those of all its dimensions."""
+        self._stage, self._stages = 0, 1
         self.stacks = Stacks(model, blocks=self.engine.schema.state_dtype == "int8")
         """Which parameters are slices, and of what, in checkpoints: with moments in blocks, slices have to be
         whole blocks.
@@ -106,11 +106,11 @@ class Inventory:
 
         Raises: UnsupportedError for those of a DTensor that files could not name.
         """
-        if not (self._by_name and is_cut(tensor)):
+        if not (self._by_name and self._mesh.is_cut(tensor)):
             return
-        box = box_of(tensor, name)
-        if box != all_of(tensor.shape):
-            self._boxes[name], self._shapes[name] = box, tuple(tensor.shape)
+        box, shape = self._mesh.box_of(tensor, name), self._mesh.shape_of(tensor, name)
+        if box != all_of(shape):
+            self._boxes[name], self._shapes[name] = box, shape
         # Alike on all ranks, also where one has all of a small tensor.
         if name in self.stacks.places:
             raise UnsupportedError(
@@ -123,6 +123,25 @@ class Inventory:
                 f"blocks of {STATE_BLOCK} elements of that part, which are others on another mesh: "
                 "state_dtype='bf16'; or save with optimizer=None, the weights alone"
             )
+
+    def check_unmarked(self, what: str) -> None:
+        """See that no tensor is marked as a part, which `what` cannot have. Raises: UnsupportedError."""
+        tensors = {
+            self.names[id(one)]: one
+            for unit in self._engines
+            for one in unit.parameters
+            if id(one) in self.names
+        } | self.plain
+        self._mesh.check_unmarked(what, tensors.items(), "infinity.save and infinity.load have it whole")
+
+    def _whole(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of the whole of a tensor."""
+        return self._shapes.get(name) or tuple(tensor.shape)
+
+    def join_stages(self) -> None:
+        """Save and load with all ranks of all stages of a pipeline. Each of them calls this."""
+        stages = self.engine.stages
+        self.ranks, self._stage, self._stages = stages.all_ranks(), stages.ranks.rank, stages.ranks.size
 
     def box(self, name: str) -> Box | None:
         """Return which elements this rank has of a tensor; None for all."""
@@ -138,7 +157,9 @@ class Inventory:
     @property
     def place(self) -> MeshPlace:
         """This rank's place among those that save and load together."""
-        return MeshPlace(self.engine.ranks.rank, self._mesh.ranks.rank, self._mesh.ranks.size)
+        beside = self._mesh.ranks
+        at = self._stage * beside.size + beside.rank
+        return MeshPlace(self.engine.ranks.rank, at, self._stages * beside.size)
 
     def _check_units(self) -> None:
         for unit in self._engines:
@@ -199,7 +220,7 @@ class Inventory:
     def masters(self) -> dict[str, TensorSpec]:
         """Return the specs of all offloaded parameters' masters, by name."""
         return {
-            name: ("F32", tuple(parameter.shape))
+            name: ("F32", self._whole(name, parameter))
             for _, unit in self.units()
             for parameter, name in zip(unit.parameters, self.names_in(unit), strict=True)
             if name is not None
@@ -207,7 +228,7 @@ class Inventory:
 
     def plains(self) -> dict[str, TensorSpec]:
         """Return the specs of all other tensors, by name."""
-        return {name: (name_of_dtype(one, name), tuple(one.shape)) for name, one in self.plain.items()}
+        return {name: (name_of_dtype(one, name), self._whole(name, one)) for name, one in self.plain.items()}
 
     def fields_in(self, unit: Unit) -> tuple[str, ...]:
         """Return the fields of the optimizer's state in a unit's record."""
@@ -229,7 +250,7 @@ class Inventory:
             for parameter, name in zip(unit.parameters, self.names_in(unit), strict=True):
                 if name is None or name not in names:
                     continue
-                shape, blocks = tuple(parameter.shape), -(-parameter.numel() // STATE_BLOCK)
+                shape, blocks = self._whole(name, parameter), -(-parameter.numel() // STATE_BLOCK)
                 for field, dtype in self._types(unit, parameter).items():
                     found[KINDS[field], name] = (dtype, (blocks, 2) if field == "scale" else shape)
         return found

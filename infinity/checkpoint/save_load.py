@@ -18,6 +18,7 @@ the manifest when all files are on disk. Pending updates are applied first. Grad
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from infinity.checkpoint.atomic import Older
 from infinity.checkpoint.hashed_stream import TensorSource
 from infinity.checkpoint.hub import configuration
 from infinity.checkpoint.inventory import KINDS, Inventory
+from infinity.checkpoint.of_stages import StagesTogether
 from infinity.checkpoint.ranges import buffers, chunks, copied_out, parts
 from infinity.checkpoint.sharedfolder import check_named, shared_folder
 from infinity.checkpoint.writer import CheckpointWriter
@@ -94,31 +96,31 @@ def save(
     stages do; RanksError if another rank failed, with its reason.
     """
     inventory = Inventory(model, optimizer)
+    stages = StagesTogether(inventory, folder, saves=True)
     ranks = inventory.ranks
     check_named(ranks, folder, "infinity.save")
-    inventory.engine.stages.check_apart(folder)
     inventory.engine.exchange.say_approximated(f"a checkpoint in {folder}")
     kept: dict[str, torch.Tensor] = {}
     of_rank = f"extra.{ranks.rank}." if ranks.rank else "extra."
 
-    def keep(value: Any, what: str) -> str | None:
+    def keep(value: Any, what: str, prefix: str = "extra.") -> str | None:
         if not isinstance(value, torch.Tensor):
             return None
         _check_own(value, what)
-        key = f"{of_rank}{len(kept)}"
+        key = f"{prefix}{len(kept)}"
         kept[key] = value.detach()
         return key
 
     with ranks.together(f"saving to {folder}"):
         shared = {
-            "optimizer": optimizer_out(inventory, keep),
+            "optimizer": stages.optimizer_of_all(optimizer_out(inventory, keep)),
             "scheduler": encode(
                 scheduler.state_dict() if scheduler else None, "scheduler.state_dict()", keep
             ),
         }
         if ranks.rank:
             kept.clear()  # rank 0 writes these; every rank writes its own extra
-        own = encode(extra, "extra", keep)
+        own = encode(extra, "extra", functools.partial(keep, prefix=of_rank))
     older = Older(CHECKPOINT, checkpoint_files, overwrite, rescues=True)
     with shared_folder(ranks, Path(folder), older) as filling:
         with contextlib.ExitStack() as stack:
@@ -131,10 +133,11 @@ def save(
                     files.pieces(), files.files(), generators.capture(), own, inventory.place
                 )
         manifests = ranks.each(written.to_json(), f"say what files of {folder} hold")
+        stacks = stages.stacks_of_all()
         if ranks.rank == 0:
             shared["model"] = configuration(model)
             manifest = joined([RankManifest.from_json(text) for text in manifests], shared)
-            (filling / NAME).write_text(inventory.stacks.joined(manifest).to_json())
+            (filling / NAME).write_text(stacks.joined(manifest).to_json())
 
 
 def _check_own(value: torch.Tensor, what: str) -> None:
@@ -204,12 +207,15 @@ def load(
     """
     folder = Path(folder)
     inventory = Inventory(model, optimizer)
+    stages = StagesTogether(inventory, folder, saves=False)
     ranks = inventory.ranks
     check_named(ranks, folder, "infinity.load")
     with ranks.together(f"loading {folder}"), contextlib.ExitStack() as stack:
         with ranks.together(f"reading {folder / NAME}"):
             manifest = read_manifest(folder)
         _check_same(manifest, ranks, folder)
+        with readable(f"{folder / NAME}"):
+            manifest = stages.own_of(manifest)
         with ranks.together(f"comparing {folder} with the model"), readable(f"{folder / NAME}"):
             _check_fits(manifest, inventory, scheduler, folder)
             files = open_files(manifest, folder, stack)

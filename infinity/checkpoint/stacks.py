@@ -6,12 +6,14 @@ slices, and a checkpoint loads into a model whose experts are whole, and back.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 from torch import nn
 
@@ -39,6 +41,16 @@ class Stacks:
             if isinstance(module, Routed):
                 for name, place in _places(module, f"{prefix}." if prefix else "", blocks=blocks):
                     self.places.setdefault(name, place)
+
+    def told(self) -> list[list[Any]]:
+        """Return them as plain values."""
+        return [[name, *dataclasses.astuple(place)] for name, place in self.places.items()]
+
+    def of_those(self, told: Iterable[Sequence[Any]]) -> Stacks:
+        """Return other slices, of those that `told` has returned."""
+        found = copy.copy(self)
+        found.places = {name: SlicePlace(stack, first, tuple(shape)) for name, stack, first, shape in told}
+        return found
 
     def name(self, name: str) -> str:
         """Return a parameter's name in files: for a slice its stack's."""

@@ -31,8 +31,9 @@ from infinity.config.deepspeed_recipe import OPTIONS, Chosen, check_schedule, ch
 from infinity.config.deepspeed_values import TYPES
 from infinity.config.loss_scale import Scaling
 from infinity.config.quantized import quantized
-from infinity.config.sequence_ranks import check_sequences
+from infinity.config.sequence_ranks import check_data, check_sequences
 from infinity.config.sparse_attention import AskedSparsity, asked_sparsity
+from infinity.config.tensor_ranks import divide_layers, switch_off, tensor_ranks
 from infinity.errors import ConfigError, meant
 from infinity.planning.lengths import LengthSchedule
 
@@ -128,6 +129,8 @@ class DeepSpeedSettings(Generic[C]):
     """Which layers leave tokens out; None: none does."""
     sparsity: AskedSparsity | None
     """Of attention; None: as the model is."""
+    tensor_parallel: int
+    """Ranks that divide each layer, as the model's own plan says; 1: each has whole layers."""
     drop_last: bool
     steps_per_print: int | None
     breakdown: bool
@@ -166,7 +169,7 @@ def translate(
     for name, value in more.items():
         lines[f"infinity.{name}"] = _line(f"infinity.{name}", value)
     by_block = _by_block(found, more)
-    relation = _batches(found, _sequences(found, more, world_size))
+    relation = _batches(found, _sequences(found, more, divide_layers(found, world_size)))
     lines.update({name: _line(name, found[name]) for name in (_TRAIN, _MICRO, _STEPS) if name in found})
     _settle(found, lines, world_size)
     _refuse(tuple(lines.values()), strict=strict)
@@ -189,6 +192,7 @@ def translate(
         curriculum=curriculum.length_schedule(given),
         random_ltd=data_routing.token_routing(given),
         sparsity=asked_sparsity(given),
+        tensor_parallel=tensor_ranks(found),
         drop_last=given.get("dataloader_drop_last", False),
         steps_per_print=None if steps_per_print is None else int(steps_per_print),
         breakdown=given.get("wall_clock_breakdown", False),
@@ -223,6 +227,7 @@ def _sequences(found: Mapping[str, Any], more: Mapping[str, Any], ranks: int) ->
     if size in (None, AUTO) or ranks == 1:  # of a file that is read before there are ranks
         return ranks
     check_sequences(size, ranks)
+    check_data(found.get("data_parallel_size"), ranks // int(size))
     return ranks // int(size)
 
 
@@ -412,6 +417,8 @@ def _settle(found: Mapping[str, Any], lines: Lines, ranks: int) -> None:
     _settle_optimizer(found, lines)
     _settle_offload(found, lines, ranks)
     _settle_efficiency(found, lines)
+    for path in switch_off(found):
+        lines[path] = replace(lines[path], verdict=Verdict.OFF, says="autotp_size divides no layers")
     for path in bounding(found):
         lines[path] = replace(lines[path], verdict=Verdict.HONOURED)
     for path, says in deepspeed_frozen.misfits(found):

@@ -59,6 +59,7 @@ _SUMMED = "gradients are summed in fp32"
 _STATS = "wall_clock_breakdown, infinity.stats"
 _SAVED = "each saved input is stored by itself"
 _MONITOR = "losses, rates and seconds are written there"
+_PLANNED = "a model of transformers has a plan of its own, model.tp_plan"
 _ON_USE = "parameters are fetched when they are used, experts' too"
 _LOADED = "the data loader decides"
 _CURRICULUM = "infinity.SequenceWarmup around the data loader that initialize makes"
@@ -125,6 +126,8 @@ HONOURED = {
     "wall_clock_breakdown": ("switch", "seconds of forward, backward and step, in the log"),
     "dump_state": ("switch", "this report, in the log"),
     "sequence_parallel_size": ("count", "Config.sequence_parallel: ranks that share each sequence"),
+    "data_parallel_size": ("count", "compared with the ranks"),
+    "tensor_parallel.autotp_size": ("size", "ranks that divide each layer, by the model's own tp_plan"),
     "expert_parallel.enabled": ("switch", "whether expert_parallel.autoep_size holds"),
     "expert_parallel.autoep_size": ("count", "Config.expert_parallel: ranks that divide the experts"),
     "data_efficiency.enabled": ("switch", _CURRICULUM),
@@ -232,7 +235,7 @@ UNNECESSARY = {
     "activation_checkpointing.synchronize_checkpoint_boundary": ("switch", _SAVED),
     "activation_checkpointing.profile": ("switch", "wall_clock_breakdown"),
     "checkpoint.use_node_local_storage": ("switch", "checkpoints go where save_checkpoint is told"),
-    "checkpoint.parallel_write.pipeline_stage": ("switch", "there are no pipeline stages"),
+    "checkpoint.parallel_write.pipeline_stage": ("switch", "every stage saves to a folder of its own"),
     "checkpoint.checkpoint_serialization": ("switch", "safetensors; nothing is pickled"),
     "checkpoint.writer.*": ("anything", "writing is streamed"),
     "memory_breakdown": ("switch", "infinity.stats"),
@@ -248,7 +251,15 @@ UNNECESSARY = {
         "anything",
         _FOUND,
     ),
-    "data_parallel_group": ("anything", "the ranks of torch.distributed"),
+    "data_parallel_group": (
+        "anything",
+        "the ranks of torch.distributed; or zero.Init(data_parallel_group=...)",
+    ),
+    "tensor_parallel.preset_model": ("text", _PLANNED),
+    "tensor_parallel.tp_overlap_comm": ("switch", "torch's DTensors decide"),
+    "tensor_parallel.dtype": ("anything", "bf16 and fp16 say in which type the model computes"),
+    "tensor_parallel.keep_module_on_host": ("switch", "what a rank has is always offloaded"),
+    "tensor_parallel.tp.*": ("anything", _PLANNED),
     "global_rank": ("size", "the rank of torch.distributed"),
 }
 
@@ -276,6 +287,12 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...], str]] = {
         "optimizer.params." + name: ("anything", (), "of an optimizer that is not supported; AdamW")
         for name in _OTHER_OPTIMIZERS.split()
     },
+    **{
+        f"tensor_parallel.{name}": ("anything", (), "model.tp_plan = {...} before zero.Init ends")
+        for name in ("partition_config", "partition_config.*", "injection_policy_tuple")
+    },
+    "tensor_parallel.replace_with_kernel_inject": ("switch", (False,), "leave it out"),
+    "tensor_parallel.kernel_inject": ("switch", (False,), "leave it out"),
     "aio.use_gds": ("switch", (False,), "records pass through host memory; leave it out"),
     "gradient_allreduce_op": ("text", ("mean",), "scale the loss instead"),
     "checkpoint.load_universal": ("switch", (False,), "any checkpoint loads on any number of ranks"),
@@ -319,8 +336,8 @@ OBSERVING = {
 REFUSED = {
     "autotuning": "`infinity plan sweep` and `infinity bench step`",
     "hybrid_engine": "model.generate works as it is",
-    "pipeline": "a model larger than the device needs no pipeline here",
-    "tensor_parallel": "for a layer larger than the device: Config(tile_above=...)",
+    "pipeline": "stages are torch.distributed.pipelining's, beside Init(pipeline_group=...): docs/ranks.md, "
+    "examples/mesh.py",
     "compile": "torch.compile cannot follow fetching and releasing; leave it out",
     SAMPLING + "dynamic_batching": "choose batches in the data loader",
     _ZERO + "zenflow": "updates overlap with computing, and are exact; leave it out",
@@ -353,7 +370,6 @@ KEYS: dict[str, Key] = {
 }
 SWITCHES = {
     "compile": "deepcompile",
-    "tensor_parallel": "autotp_size",
     **dict.fromkeys(("autotuning", "hybrid_engine", *BESIDE), "enabled"),
     **dict.fromkeys(("comet", "trackio", "comms_logger", "flops_profiler"), "enabled"),
 }

@@ -19,6 +19,17 @@ def check_sequences(size: Any, ranks: int) -> None:
         )
 
 
+def check_data(size: Any, sequences: int) -> None:
+    """See that a file's data_parallel_size is the number of sequences that are trained at once.
+
+    Raises: ConfigError, with both.
+    """
+    if size not in (None, "auto", sequences):
+        raise ConfigError(
+            f"data_parallel_size={size}, but the ranks train {sequences} sequences at once; leave it out"
+        )
+
+
 def check_expert_ranks(size: int, ranks: int) -> None:
     """See that `ranks` ranks can be divided into groups of `size` that have all experts.
 

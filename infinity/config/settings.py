@@ -353,13 +353,19 @@ class Config:
         """
         from infinity.config.deepspeed_json import BY_BLOCK, translate
 
-        settings = translate(source, cls, strict=strict, infinity=infinity, **values)
-        if settings.by_block:
+        said = translate(source, cls, strict=strict, infinity=infinity, **values)
+        if said.by_block:
             raise ConfigError(
                 f"{BY_BLOCK} is for infinity.deepspeed.initialize, whose engine counts micro-batches. Leave "
                 "it out, and give the Trainer infinity.huggingface.TrainerCallback(by_block=True)"
             )
-        return settings.config
+        if said.tensor_parallel > 1:
+            raise ConfigError(
+                f"tensor_parallel.autotp_size={said.tensor_parallel}: no field of Config divides layers. "
+                "infinity.deepspeed.zero.Init does as the file says; or infinity.Init(mesh=..., data=...) "
+                'and infinity.huggingface.tensor_parallel(model, mesh["tp"]), without the key'
+            )
+        return said.config
 
     def __str__(self) -> str:
         """The settings in one line."""

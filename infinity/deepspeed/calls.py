@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _REPORT = "print(engine.settings.report): what became of every key of the configuration"
-_GROUPS = "there is data parallelism alone; torch.distributed has rank and world size"
+_GROUPS = "of the mpu or DeviceMesh that you gave, or of torch.distributed"
 COMPILE = "torch.compile cannot follow fetching and releasing; leave it out"
 _GONE = "off or not supported, see print(engine.settings.report); leave it out"
 _REDUCING = "gradients are summed when they are complete, in fp32; engine.no_sync() postpones that"
@@ -32,7 +32,7 @@ zero_round_robin_gradients zero_save_muon_momentum_buffer_in_memory zero_sub_gro
 zero_use_cpu_optimizer zeropp_loco_param
 """
 _FEATURES = """
-autotp_size autotuning_enabled autotuning_end_profile_step autotuning_metric autotuning_metric_path
+autotuning_enabled autotuning_end_profile_step autotuning_metric autotuning_metric_path
 autotuning_model_info_path autotuning_profile_model_info autotuning_start_profile_step
 curriculum_enabled_legacy curriculum_learning_config curriculum_learning_enabled curriculum_params_legacy
 data_efficiency_config data_efficiency_enabled data_sampling_config data_sampling_enabled
@@ -96,14 +96,19 @@ _CURES = {
         DeepSpeedTransformerConfig DeepSpeedTransformerLayer module_inject replace_transformer_layer
         revert_transformer_layer
     """,
-    "a model larger than the device needs no pipeline here": "LayerSpec PipelineEngine PipelineModule pipe",
+    "torch.distributed.pipelining, with Init(pipeline_group=...): docs/ranks.md, examples/mesh.py": """
+        LayerSpec PipelineEngine PipelineModule pipe
+    """,
     "zero.Init never holds the whole model while it is built": """
         OnDevice zero.DeepSpeedTensorOverride zero.DeepSpeedZeRoOffload zero.MiCS_Init utils.OnDevice
     """,
     '"scheduler" in the configuration': "add_tuning_arguments",
     "torch.utils.checkpoint, or model.activation_checkpointing_enable()": "checkpointing",
     "for a layer larger than the device: Config(tile_above=...)": """
-        domino set_autotp_mode tp_model_init zero.TiledLinear zero.TiledLinearReturnBias
+        zero.TiledLinear zero.TiledLinearReturnBias
+    """,
+    '"tensor_parallel": {"autotp_size": N} in the configuration, of zero.Init too': """
+        domino set_autotp_mode tp_model_init
     """,
     "transformers' experts work as they are": "moe",
     '"optimizer" in the configuration, or infinity.AdamW, Adam, SGD, Adagrad, Lion, Muon': "ops",

@@ -79,7 +79,7 @@ def save_tagged(
         extra=extra,
         overwrite=True,
     )
-    with engine_of_model(engine.module).ranks.together(f"naming {name} the latest"):
+    with engine_of_model(engine.module).stages.all_ranks().together(f"naming {name} the latest"):
         if save_latest and rank() == 0:
             _replace(Path(folder) / LATEST, lambda file: file.write(name.encode()))
 

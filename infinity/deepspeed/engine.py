@@ -57,9 +57,11 @@ class DeepSpeedEngine(nn.Module):
         loader: Any = None,
         warmup: SequenceWarmup | None = None,
         changes: Sequence[SparseAttention | RandomLTD] = (),
+        data: Sequence[int] | None = None,
     ) -> None:
         """Train `model`, built in Init, with `optimizer` and `scheduler`, from `loader`; warmup: what in it
-        decides the lengths of sequences; changes: what initialize did to the model, which destroy() undoes.
+        decides the lengths of sequences; changes: what initialize did to the model, which destroy() undoes;
+        data: the ranks of the world with different data, or parts of sequences; None for all.
         """
         super().__init__()
         self.warmup = warmup
@@ -72,7 +74,8 @@ class DeepSpeedEngine(nn.Module):
         self.training_dataloader = loader
         self.device = engine_of_model(model).device.torch_device
         self.local_rank, self.global_rank, self.world_size = local_rank(), rank(), ranks()
-        self._sequences = self.world_size // settings.config.sequence_parallel
+        self._data = list(range(self.world_size) if data is None else data)
+        self._sequences = len(self._data) // settings.config.sequence_parallel
         """Trained at once: ranks that share a sequence count as one."""
         self.micro_steps = 0
         """Calls of step(), each after one backward."""
@@ -554,8 +557,13 @@ class DeepSpeedEngine(nn.Module):
         return self.zero_optimization_stage() >= 3
 
     def get_data_parallel_rank(self) -> int:
-        """Return this process's rank."""
-        return self.global_rank
+        """Return this process's number among the ranks with different data, or parts of sequences."""
+        return self._data.index(self.global_rank)
+
+    def autotp_size(self) -> int:
+        """Return how many ranks divide each layer; 0 for none."""
+        size = self.settings.tensor_parallel
+        return size if size > 1 else 0
 
     # Calls without effect
 

@@ -22,10 +22,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from infinity.activations.blocks import blocks_of
 from infinity.config.deepspeed_recipe import OPTIONS, halves_of_muon
 from infinity.deepspeed.engine import DeepSpeedEngine
-from infinity.deepspeed.launch import Settings, init_distributed, rank, ranks, settings_of
+from infinity.deepspeed.groups import Divided, by_configuration, divided
+from infinity.deepspeed.launch import Settings, init_distributed, settings_of
 from infinity.deepspeed.schedules import make_schedule
 from infinity.deepspeed.zero import take_in
 from infinity.engine.engine import engine_of_model
+from infinity.engine.sequences import models_of_transformers, sequence_parallel
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.optim import optimizers
 from infinity.optim.base import OffloadedOptimizer
@@ -71,19 +73,16 @@ def initialize(
     same groups; or a function of the parameters that returns one; None for the configuration's.
     model_parameters: parameters or groups for it; None for all. lr_scheduler: a scheduler of that optimizer,
     or a function of it that returns one; None for the configuration's. training_data: the data set of the
-    data loader, whose collation is collate_fn. strict: refuse unsupported keys of the configuration; False
+    data loader, whose collation is collate_fn. mpu: Megatron's functions, which say which ranks share data,
+    divide layers and have other stages; mesh_param: (data, sequences), the number of sequences and of the
+    ranks that share each, or a DeviceMesh with names: as zero.Init was given them; see [Note: who divides
+    what] in groups. strict: refuse unsupported keys of the configuration; False
     warns of them and leaves them out.
 
     Raises: ConfigError; UnsupportedError; what infinity.Init and the optimizer raise.
     """
     if model is None:
         raise ValueError("initialize(model=...): no model was given")
-    if mpu is not None or mesh_param is not None:
-        raise UnsupportedError(
-            "mpu and mesh_param: tensor and pipeline parallelism are not supported; for that of sequences "
-            "write "
-            '"sequence_parallel_size" into the configuration'
-        )
     if dist_init_required:
         init_distributed(distributed_port=distributed_port)
     given = [
@@ -91,18 +90,21 @@ def initialize(
     ]
     if len(given) > 1 and any(one != given[0] for one in given):
         raise ConfigError("config, config_params and args.deepspeed_config name different ones; give one")
-    settings = settings_of(given[0] if given else None, strict=strict)
+    said = divided(mpu, mesh_param)
+    count, sharers = (len(said.data), said.sequences) if said is not None else (None, None)
+    settings = settings_of(given[0] if given else None, strict=strict, data_ranks=count, sequences=sharers)
+    place = by_configuration(said, settings, builds=False)
     if settings.dump:
         logger.info("%s", settings.report)
-    _take_in(model, settings)
+    _take_in(model, settings, place)
     ours, replaced = _optimizer(model, optimizer, model_parameters, settings)
     scheduler = _scheduler(lr_scheduler, ours, replaced, settings)
-    loader, warmup = _loader(training_data, collate_fn, settings, model)
+    loader, warmup = _loader(training_data, collate_fn, settings, model, place)
     if settings.batches.steps > 1 and not settings.by_block:
         _tell_of_accumulation(model, settings.batches.steps)
     changes = _changes(model, settings)
     try:
-        engine = DeepSpeedEngine(model, ours, scheduler, settings, loader, warmup, changes)
+        engine = DeepSpeedEngine(model, ours, scheduler, settings, loader, warmup, changes, place.data)
     except BaseException:
         for one in changes:
             one.remove()
@@ -123,7 +125,7 @@ def _tell_of_accumulation(model: nn.Module, steps: int) -> None:
     )
 
 
-def _take_in(model: nn.Module, settings: Settings) -> None:
+def _take_in(model: nn.Module, settings: Settings, place: Divided) -> None:
     try:
         engine = engine_of_model(model)
     except ValueError:
@@ -144,6 +146,10 @@ def _take_in(model: nn.Module, settings: Settings) -> None:
             f"the model was built in Init with nvme={found or None}, but the configuration says {wanted}; "
             "give Init the same configuration"
         )
+    place.check(engine)
+    if settings.config.sequence_parallel > engine.config.sequence_parallel == 1:
+        for one in models_of_transformers([model]):  # zero.Init was not told of it
+            sequence_parallel(one, settings.config.sequence_parallel)
 
 
 def _changes(model: nn.Module, settings: Settings) -> list[SparseAttention | RandomLTD]:
@@ -276,7 +282,11 @@ class _KeepsRates(LRScheduler):
 
 
 def _loader(
-    data: Dataset[Any] | None, collate_fn: Callable[[Any], Any] | None, settings: Settings, model: nn.Module
+    data: Dataset[Any] | None,
+    collate_fn: Callable[[Any], Any] | None,
+    settings: Settings,
+    model: nn.Module,
+    place: Divided,
 ) -> tuple[Any, SequenceWarmup | None]:
     """Return the data loader, with batches of the step's length, in parts where ranks share a sequence; and
     what in it decides the lengths.
@@ -295,7 +305,7 @@ def _loader(
     sampler: DistributedSampler[Any] | None = None
     if not isinstance(data, IterableDataset):
         sampler = DistributedSampler(
-            cast("Any", data), num_replicas=ranks() // sharers, rank=rank() // sharers
+            cast("Any", data), num_replicas=len(place.data) // sharers, rank=place.rank // sharers
         )
     loader: Any = DataLoader(
         data,

@@ -81,12 +81,20 @@ def read(source: str | Path | Mapping[str, Any], **options: Any) -> Settings:
     return translate(source, Config, **options)
 
 
-def settings_of(source: str | Path | Mapping[str, Any] | Settings | None, *, strict: bool = True) -> Settings:
+def settings_of(
+    source: str | Path | Mapping[str, Any] | Settings | None,
+    *,
+    strict: bool = True,
+    data_ranks: int | None = None,
+    sequences: int | None = None,
+) -> Settings:
     """Read a script's configuration. Its device is this rank's GPU, if there is one, unless it names another.
 
-    strict: see config.deepspeed_json.translate. Under torchrun the process group is created, if need be.
+    strict: see config.deepspeed_json.translate. data_ranks: how many ranks have different data, or parts of
+    sequences, where the script says it; None: all that do not divide layers. sequences: how many of them
+    share a sequence, where the script says it. Under torchrun the process group is created, if need be.
 
-    Raises: ConfigError, also where `source` was read for another number of ranks.
+    Raises: ConfigError, also where `source` was read for another number of ranks, or says another one.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         init_distributed()
@@ -95,11 +103,21 @@ def settings_of(source: str | Path | Mapping[str, Any] | Settings | None, *, str
             "no configuration: give initialize(config=...) a DeepSpeed JSON or its content, or the script "
             "--deepspeed_config FILE"
         )
-    settings = source if isinstance(source, SettingsOf) else read(source, strict=strict, world_size=ranks())
-    read_for = settings.batches.ranks * settings.config.sequence_parallel
-    if read_for != ranks():
+    more = {} if sequences is None else {"infinity": {"sequence_parallel": sequences}}
+    there = data_ranks or ranks()
+    settings = (
+        source if isinstance(source, SettingsOf) else read(source, strict=strict, world_size=there, **more)
+    )
+    said = [line.value for line in settings.report.lines if line.key == "sequence_parallel_size"]
+    if sequences is not None and {settings.config.sequence_parallel, *said} - {sequences}:
         raise ConfigError(
-            f"the configuration was read for {read_for} ranks, there are {ranks()}: read(..., world_size=...)"
+            f"the script says that {sequences} ranks share a sequence, the configuration "
+            f"{(said or [settings.config.sequence_parallel])[0]}; give one number"
+        )
+    read_for = settings.batches.ranks * settings.config.sequence_parallel * settings.tensor_parallel
+    if read_for != there:
+        raise ConfigError(
+            f"the configuration was read for {read_for} ranks, there are {there}: read(..., world_size=...)"
         )
     named = any(line.key == "infinity.device" for line in settings.report.lines)
     if named or not torch.cuda.is_available():

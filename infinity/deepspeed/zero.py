@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,13 +16,18 @@ from torch import nn
 
 from infinity.config.settings import Config
 from infinity.deepspeed.calls import missing
+from infinity.deepspeed.groups import Divided, by_configuration, divided
 from infinity.deepspeed.launch import Settings, ranks, settings_of
 from infinity.engine import init as plain
 from infinity.engine.engine import Engine, engine_of
 from infinity.engine.gathered import gathered
+from infinity.engine.sequences import models_of_transformers
 from infinity.errors import ConfigError, UnsupportedError
+from infinity.huggingface.plans import tensor_parallel
 from infinity.tensors import as_bytes
 from infinity.units.released import expect_optimizers_of_torch
+
+Source = str | Path | Mapping[str, Any] | Settings
 
 
 class ZeroInit:
@@ -32,7 +38,10 @@ class ZeroInit:
     "nvme" needs an nvme_path in the configuration. dtype: the configuration's. strict: refuse unsupported
     keys of the configuration; False warns of them and leaves them out. zero_quantized_nontrainable_weights:
     as the configuration's key of that name, Config(frozen_dtype="int8"). zero_quantized_weights: likewise,
-    Config(quantized_weights="int8"). Groups are refused; the other arguments have no effect.
+    Config(quantized_weights="int8"). data_parallel_group, sequence_data_parallel_group, mpu and mesh_param:
+    which ranks share the model's data, see [Note: who divides what] in groups. With
+    tensor_parallel.autotp_size in the configuration, layers of transformers' models are divided by the
+    models' own plans when the `with` ends. The other arguments have no effect.
 
     Raises: ConfigError, UnsupportedError; on entering, what infinity.Init raises.
     """
@@ -44,8 +53,8 @@ class ZeroInit:
         mem_efficient_linear: bool = True,
         remote_device: str | None = None,
         pin_memory: bool = False,
-        config_dict_or_path: str | Path | Mapping[str, Any] | Settings | None = None,
-        config: str | Path | Mapping[str, Any] | Settings | None = None,
+        config_dict_or_path: Source | None = None,
+        config: Source | None = None,
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,
@@ -54,24 +63,23 @@ class ZeroInit:
         zero_quantized_nontrainable_weights: bool = False,
         sequence_data_parallel_group: Any = None,
         *,
+        mesh_param: Any = None,
         strict: bool = True,
     ) -> None:
         """Check the settings; take `module` in."""
-        refused = {
-            "data_parallel_group": data_parallel_group,
-            "mpu": mpu,
-            "zero_param_parallel_group": zero_param_parallel_group,
-            "sequence_data_parallel_group": sequence_data_parallel_group,
-        }
-        for name, value in refused.items():
-            if value:
-                raise UnsupportedError(f"zero.Init({name}={value!r}) is not supported; leave it out")
+        if zero_param_parallel_group:
+            raise UnsupportedError(
+                f"zero.Init(zero_param_parallel_group={zero_param_parallel_group!r}) is not supported; leave "
+                "it out: all ranks that share data partition alike"
+            )
         self._init: plain.Init | None = None
+        self._tensor: Any = None
         if not enabled:
             return
         source = config_dict_or_path if config_dict_or_path is not None else config
-        said = settings_of(source, strict=strict) if source is not None else None
-        settings = said.config if said is not None else Config(dtype=dtype or "bf16")
+        split = divided(mpu, mesh_param, sequence_data_parallel_group or data_parallel_group)
+        said, split = _read(source, split, strict=strict)
+        settings = said.config if said is not None else _plainly(split, dtype)
         freezes = said is not None and said.freezes
         if zero_quantized_nontrainable_weights and settings.frozen_dtype is None:
             settings = dataclasses.replace(settings, frozen_dtype="int8")
@@ -81,7 +89,9 @@ class ZeroInit:
             raise ConfigError(f"zero.Init(dtype={dtype}), but the configuration says {settings.dtype}")
         if remote_device == "nvme" and not settings.nvme_folders:
             raise ConfigError('zero.Init(remote_device="nvme") needs an nvme_path in the configuration')
-        self._init = plain.Init(settings, frozen=freezes)
+        self._init = plain.Init(settings, frozen=freezes, **(split.init if split is not None else {}))
+        if said is not None and said.tensor_parallel > 1 and split is not None:
+            self._tensor = split.init["mesh"]["tensor"]
         if module is not None:
             take_in(module, settings, frozen=freezes)
 
@@ -95,9 +105,46 @@ class ZeroInit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """See infinity.Init."""
-        if self._init is not None:
-            self._init.__exit__(kind, error, trace)
+        """See infinity.Init; divide layers, if the configuration says so."""
+        if self._init is None:
+            return
+        try:
+            if kind is None and self._tensor is not None:
+                for model in _planned(self._init.models):
+                    tensor_parallel(model, self._tensor)
+        except BaseException:
+            self._init.__exit__(*sys.exc_info())
+            raise
+        self._init.__exit__(kind, error, trace)
+
+
+def _read(
+    source: Source | None, split: Divided | None, *, strict: bool
+) -> tuple[Settings | None, Divided | None]:
+    """Return what a configuration says, if there is one, and how it and the script divide the ranks."""
+    if source is None:
+        return None, split
+    count, sharers = (len(split.data), split.sequences) if split is not None else (None, None)
+    said = settings_of(source, strict=strict, data_ranks=count, sequences=sharers)
+    return said, by_configuration(split, said, builds=True)
+
+
+def _plainly(split: Divided | None, dtype: torch.dtype | None) -> Config:
+    """Return the settings of a script without a configuration."""
+    sharers = split.sequences if split is not None else None
+    return Config(dtype=dtype or "bf16", sequence_parallel=sharers or 1)
+
+
+def _planned(models: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the models of transformers. Raises: ConfigError if there is none."""
+    found = models_of_transformers(models)
+    if not found:
+        raise ConfigError(
+            "tensor_parallel.autotp_size: no model of transformers was built inside this zero.Init, and "
+            "others have no plan by which their layers would be divided. infinity.Init(mesh=..., data=...) "
+            "and torch's parallelize_module divide any model"
+        )
+    return found
 
 
 Init = ZeroInit

@@ -34,6 +34,7 @@ from infinity.engine.foresight import NONE
 from infinity.engine.frozen import FrozenFile, frozen_layers
 from infinity.engine.layouts import Find
 from infinity.engine.module_records import (
+    alive_and_roots,
     check_divided,
     chosen_records,
     name_records,
@@ -418,11 +419,13 @@ class Construction:
         name_file(error)
         self._overflow.refuse_half(self._records, error)
 
+    def models(self) -> list[nn.Module]:
+        """Return the models so far."""
+        return alive_and_roots(self._modules.values())[1]
+
     def finish(self) -> list[nn.Module]:
         """Evict everything, and hand the finished models to the engine; return these."""
-        modules = [module for reference in self._modules.values() if (module := reference()) is not None]
-        within = {id(child) for module in modules for child in module.children()}
-        roots = [module for module in modules if id(module) not in within]
+        modules, roots = alive_and_roots(self._modules.values())
         for root in roots:
             if stands_in(root):
                 raise UnsupportedError(

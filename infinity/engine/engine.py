@@ -334,6 +334,7 @@ class Engine:
         rounds = Rounds(self.residency, self.pins if self.durable is None else None)
         self.hooks.round_began.append(rounds.forward_began)
         self.hooks.forward_began.append(rounds.step_goes_on)
+        self.stages.watch(self._all_frozen)
         self.hooks.forward_began.append(self.stages.look)
         if self.partition is not None:
             self.hooks.forward_began.append(ForeignParameters(self.parameters.keeps).look)

@@ -25,7 +25,7 @@ from infinity.engine.sequences import models_of_transformers, sequence_parallel
 from infinity.engine.slices import cut_activations
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.ranks.group import Ranks
-from infinity.ranks.mesh import data_of_mesh
+from infinity.ranks.mesh import DataOfMesh, data_of_mesh
 from infinity.tensors import as_bytes, digest
 
 
@@ -63,14 +63,17 @@ def _data_of(mesh: Any, data: str | Sequence[str] | None, process_group: Any, co
     """Return which ranks share data. Raises: ConfigError for arguments that do not go together;
     UnsupportedError for layers that would be cut before they are made DTensors.
     """
-    if mesh is None and data is None:
+    if mesh is None and data is None and not isinstance(process_group, DataOfMesh):
         return process_group
-    if mesh is None or process_group is not None:
+    if isinstance(process_group, DataOfMesh) and mesh is None and data is None:
+        found = process_group
+    elif mesh is None or process_group is not None:
         raise ConfigError(
             f"Init(data={data!r}) goes with mesh=..., a DeviceMesh, and without process_group, whose place "
             "they take"
         )
-    found = data_of_mesh(mesh, data)
+    else:
+        found = data_of_mesh(mesh, data)
     if config.tile_nbytes is not None and len(found.beside) > 1:
         raise UnsupportedError(
             f"tile_above={config.tile_above!r} with a mesh, whose ranks along {found.names} have parts of "
@@ -163,7 +166,9 @@ class Init:
         see_to_packed = self._contexts.enter_context(leaving_packed(construction.offered))
         construction.before_loading(see_to_packed)
         self._contexts.enter_context(refusing_scripts())
-        self._contexts.enter_context(_drawing_as_rank_0(self._engine.stages.mesh.ranks))
+        mesh = self._engine.stages.mesh
+        if mesh.draws_alike:
+            self._contexts.enter_context(_drawing_as_rank_0(mesh.ranks))
         self._contexts.enter_context(_drawing_as_rank_0(self._engine.ranks))
         self._contexts.enter_context(construction.asked)
         Init._active = self
@@ -173,6 +178,11 @@ class Init:
     def engine(self) -> Engine | None:
         """What will keep the models; None outside the `with`."""
         return self._engine
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models so far, none in another; none outside the `with`."""
+        return [] if self._construction is None else self._construction.models()
 
     def take_in(self, model: nn.Module) -> None:
         """Take charge of a model that was built before, in memory. Inside the `with`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
@@ -13,6 +14,15 @@ from infinity.records.weights import compute_dtype
 from infinity.tiling import Routed
 from infinity.units.released import placeholder
 from infinity.units.unit import Unit
+
+
+def alive_and_roots(
+    references: Iterable[weakref.ref[nn.Module]],
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the modules that are still there, and those of them that are in no other."""
+    modules = [module for reference in references if (module := reference()) is not None]
+    within = {id(child) for module in modules for child in module.children()}
+    return modules, [module for module in modules if id(module) not in within]
 
 
 def name_records(

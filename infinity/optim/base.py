@@ -356,13 +356,8 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
     def _scalars(
         self, recipe: Recipe, group: dict[str, Any], gradient: Gradient, clip: float
     ) -> tuple[Any, int]:
-<<<<<<< HEAD
-        """Count the parameter's step; return its scalars and the key of its random bits."""
-        state = self._counts.setdefault(parameter, {})
-=======
         """Count a step of the gradient's parameter; return its scalars and the key of its random bits."""
-        state = self.counts.setdefault(gradient.parameter, {})
->>>>>>> i27
+        state = self._counts.setdefault(gradient.parameter, {})
         step = state.get("step", 0) + 1
         scalars = recipe.scalars(group, step, clip)
         state["step"] = step

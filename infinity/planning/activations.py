@@ -138,6 +138,8 @@ class Method:
     """Config(activation_memory=...), which decides what each block keeps, in the place of `checkpointing`."""
     sequence_parallel: int = 1
     """Ranks that share a sequence: `tokens` are then a part of the rows, and `sequence` is whole."""
+    in_flight: int = 1
+    """Micro-batches whose backward is to come at one time, as in a pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +210,14 @@ def usage(
             *(again * one_input, kept, beside, round(head), plan.peak_nbytes, narrow),
             *(away * one_input, nvme * one_input, plan.reason),
         )
-    inputs = one_input * len(sizes.blocks) if method.checkpointing else 0
+    waiting = len(sizes.blocks) * method.in_flight
+    inputs = one_input * waiting if method.checkpointing else 0
     if method.checkpointing:
-        staying = min(len(sizes.blocks), _RETURNING) if method.offload else len(sizes.blocks)
+        staying = min(waiting, _RETURNING) if method.offload else waiting
         held = float(one_input * staying)
         block = max(one + two for one, two in sizes.blocks)
     else:
-        held = sum(one for one, _ in sizes.blocks)
+        held = sum(one for one, _ in sizes.blocks) * method.in_flight
         block = max(two for _, two in sizes.blocks)
     block += 2 * one_input  # the block's output, or its gradient, and that of its input
     leaving = max(0, inputs - round(held)) if method.offload else 0

@@ -324,7 +324,7 @@ def _place(sizes: _Sizes, setting: Setting, budget: Budget, once: Sequence[int],
             lasts = not updates
             rises = {"whole": whole, "beside_nbytes": beside, "opens": opens}
             candidates.append(Candidate(unit, name, nbytes, reads, updates, lasts, **rises))
-    room = 0 if setting.device_nbytes is None or setting.ranks > 1 else setting.device_nbytes
+    room = 0 if setting.device_nbytes is None or setting.data_ranks > 1 else setting.device_nbytes
     scratch = scratch_nbytes(room, max(sizes.resident)) if any(one.whole for one in candidates) else 0
     on_device = max(0, room - 2 * max(sizes.resident))
     kept = budget.kept_nbytes if setting.nvme else 0
@@ -418,7 +418,7 @@ def _fetched_sizes(sizes: _Sizes, setting: Setting, placement: Placement) -> lis
 def _in_place(unit: int, setting: Setting, placement: Placement) -> bool:
     if setting.device_nbytes is not None:
         return placement.get((unit, "hi")) == "device"
-    return setting.ranks == 1 and (unit, "hi") in placement
+    return setting.data_ranks == 1 and (unit, "hi") in placement
 
 
 # What is moved, and what is stored

@@ -43,7 +43,7 @@ def row_blocks(outline: Outline, setting: Setting) -> Mapping[int, RowBlocks]:
     if outline.parameters * schema.slot_nbytes <= kept_nbytes:
         return {}
     users = Counter(unit for stage in outline.stages for unit in stage.units)
-    tokens = setting.method.tokens * setting.micro_batches * setting.ranks
+    tokens = setting.method.tokens * setting.micro_batches * setting.data_ranks
     found = {}
     for unit, part in enumerate(outline.parts):
         plain = part.looked_up and not part.in_tiles and [len(shape) for shape in part.shapes] == [2]

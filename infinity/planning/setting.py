@@ -26,6 +26,11 @@ class Setting:
     update: str = "forward"
     micro_batches: int = 1
     ranks: int = 1
+    """In all."""
+    tensor_parallel: int = 1
+    """Ranks that divide each layer; the outline is what one of them has."""
+    pipeline_parallel: int = 1
+    """Stages of a pipeline; the outline is the heaviest one."""
     expert_parallel: int = 1
     """Ranks that divide the experts of each layer among them; the outline says which they are."""
     local_ranks: int = 1
@@ -47,7 +52,10 @@ class Setting:
 
         Raises: ConfigError.
         """
-        for name in ("micro_batches", "ranks", "expert_parallel", "local_ranks", "host_nbytes"):
+        counts = (
+            "micro_batches ranks tensor_parallel pipeline_parallel expert_parallel local_ranks host_nbytes"
+        )
+        for name in counts.split():
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")
         self._check_activations()
@@ -90,10 +98,21 @@ class Setting:
             raise ConfigError(
                 f"{self.ranks} ranks, {self.local_ranks} on each machine: expected a whole number of machines"
             )
-        if self.ranks % self.expert_parallel:
+        if self.ranks % (self.tensor_parallel * self.pipeline_parallel):
             raise ConfigError(
-                f"{self.ranks} ranks, {self.expert_parallel} that divide experts: expected a whole number of "
-                "such groups"
+                f"{self.ranks} ranks, {self.tensor_parallel} that divide layers x {self.pipeline_parallel} "
+                "stages of a pipeline: expected a whole number of such groups"
+            )
+        if self.data_ranks % self.expert_parallel:
+            with_data = f", of which {self.data_ranks} have different data" * (self.data_ranks < self.ranks)
+            raise ConfigError(
+                f"{self.ranks} ranks{with_data}, {self.expert_parallel} that divide experts: expected a "
+                "whole number of such groups"
+            )
+        if self.pipeline_parallel > 1 and self.method.activation_nbytes is not None:
+            raise ConfigError(
+                "activation_memory with a pipeline: what its micro-batches keep at once is not planned by a "
+                "budget. Leave one of the two out"
             )
 
     def _check_activations(self) -> None:
@@ -119,7 +138,12 @@ class Setting:
 
     def holders(self, part: UnitOutline) -> int:
         """Return how many ranks have a share of a unit that this one has, too."""
-        return self.ranks // self.expert_parallel if part.divided else self.ranks
+        return self.data_ranks // self.expert_parallel if part.divided else self.data_ranks
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks with different data, or parts of sequences, which partition the same state."""
+        return self.ranks // (self.tensor_parallel * self.pipeline_parallel)
 
     @property
     def rank_host_nbytes(self) -> int:

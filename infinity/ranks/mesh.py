@@ -6,12 +6,18 @@ as the ranks of a process_group do. Along the others, *beside* them, ranks have 
 (DTensors), or copies of them. What is one for the whole model is summed over all of them, and every element
 counted once: the square of a parameter's gradient by the ranks that are first along each dimension on which
 the parameter is replicated; these also write it to checkpoints. An overflow counts wherever it is.
+
+[Note: marked parameters]
+Megatron's layers divide a weight without DTensors: each rank has an ordinary parameter of its part, marked as
+`tensor_model_parallel` (once `model_parallel`), with the `partition_dim` along which it is cut. Where an mpu
+names the ranks that divide layers so, these marks are read: a marked parameter is cut along them, any other
+is replicated. Such layers draw their parts by themselves, so that these ranks keep their own random numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +26,7 @@ import torch.distributed as dist
 import xxhash
 
 from infinity.errors import ConfigError, UnsupportedError
-from infinity.planning.boxes import Box, all_of
+from infinity.planning.boxes import Box
 from infinity.ranks.group import ALONE, Ranks
 from infinity.ranks.groups import placed
 from infinity.tensors import digest, is_distributed
@@ -28,6 +34,7 @@ from infinity.tensors import digest, is_distributed
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_MARKS = ("tensor_model_parallel", "model_parallel")
 _CURE = 'Init(mesh=mesh, data="dp") says along which dimensions of a DeviceMesh ranks have different data'
 
 
@@ -45,6 +52,26 @@ class DataOfMesh:
     """The ranks that differ from this one along the other dimensions."""
     everyone: tuple[int, ...]
     """All ranks of the mesh."""
+    marked: tuple[int, ...] = ()
+    """The ranks along which parameters are cut that are marked so; see [Note: marked parameters]."""
+
+
+def data_of_groups(data: Sequence[int], tensor_of: Sequence[Sequence[int]], rank: int) -> DataOfMesh:
+    """Return what an mpu says of its ranks: those that share data, and for each of these those that divide
+    its layers. rank: this process's, of the world.
+
+    Raises: ConfigError for ranks that are no grid of both.
+    """
+    along = tuple(sorted(tensor_of[list(data).index(rank)]))
+    everyone = sorted(one for row in tensor_of for one in row)
+    alike = {len(row) for row in tensor_of} == {len(along)}
+    if not alike or len({*everyone}) < len(everyone) or {*data} & {*along} != {rank}:
+        raise ConfigError(
+            f"mpu: the ranks {list(data)} share data, and divide layers with the ranks "
+            f"{[list(row) for row in tensor_of]}: each of them needs as many, none of them twice, and none "
+            "that shares its data"
+        )
+    return DataOfMesh(("tensor",), (along,), tuple(sorted(data)), along, tuple(everyone), marked=along)
 
 
 def data_of_mesh(mesh: DeviceMesh, data: str | Sequence[str] | None) -> DataOfMesh:
@@ -105,6 +132,11 @@ class MeshRanks:
         """Whether there are ranks beside."""
         return self.ranks.size > 1
 
+    @property
+    def draws_alike(self) -> bool:
+        """Whether the ranks beside draw the same values; see [Note: marked parameters]."""
+        return self._of is None or not self._of.marked
+
     def totals(self, values: Sequence[float], what: str) -> list[float]:
         """Return the sums over the ranks beside, added in their order; each gives what `share` said."""
         if not self.several:
@@ -127,7 +159,7 @@ class MeshRanks:
         """Whether this rank is the one, of those with copies of what it has of a parameter, that counts."""
         if self._of is None or not self.several:
             return True
-        rank, cut = dist.get_rank(), _cut(parameter)
+        rank, cut = dist.get_rank(), self._cut(parameter)
         return all(members in cut or members[0] == rank for members in self._of.along)
 
     def same_copies(self, values: Sequence[torch.Tensor], of: Sequence[torch.Tensor], what: str) -> bool:
@@ -138,7 +170,7 @@ class MeshRanks:
             return True
         mine = []
         for value, parameter in zip(values, of, strict=True):
-            cut = _cut(parameter)
+            cut = self._cut(parameter)
             if all(len(members) == 1 or members in cut for members in self._of.along):
                 continue  # no other rank has any of its elements
             places = [members.index(dist.get_rank()) for members in self._of.along if members in cut]
@@ -163,7 +195,7 @@ class MeshRanks:
                 f"{what} is a DTensor, as {placements} on {mesh}, and Init knows no mesh. {_CURE}"
             )
         for number, one in enumerate(placements):
-            if not (one.is_shard() or one.is_replicate()):
+            if one.is_partial():
                 raise UnsupportedError(
                     f"{what} is a DTensor placed as {one} along dimension {number} of {mesh}: a parameter "
                     "is kept as Shard or Replicate. redistribute(placements=[Replicate()]) sums the parts"
@@ -190,6 +222,76 @@ class MeshRanks:
                 f"DTensors. {cure}"
             )
 
+    def is_cut(self, tensor: torch.Tensor) -> bool:
+        """Whether ranks have different parts of a tensor, be this rank's the whole."""
+        return any(len(members) > 1 for members in self._cut(tensor))
+
+    def is_marked(self, tensor: torch.Tensor) -> bool:
+        """Whether an ordinary tensor is a part, as it says; see [Note: marked parameters]."""
+        if self._of is None or not self._of.marked or is_distributed(tensor):
+            return False
+        return any(bool(getattr(tensor, name, False)) for name in _MARKS)
+
+    def check_unmarked(self, what: str, named: Iterable[tuple[str, torch.Tensor]], cure: str) -> None:
+        """Check that no tensor is marked as a part. Raises: UnsupportedError naming the first that is."""
+        for name, one in named:
+            if self.is_marked(one):
+                raise UnsupportedError(f"{what}: {name} is a part of a weight, as its layer marks it. {cure}")
+
+    def _cut(self, parameter: torch.Tensor) -> set[tuple[int, ...]]:
+        """Return the ranks along each dimension of a mesh along which a tensor is cut."""
+        if not is_distributed(parameter):
+            return {self._of.marked} if self._of is not None and self.is_marked(parameter) else set()
+        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        return {_members(mesh, number) for number, one in enumerate(placements) if not one.is_replicate()}
+
+    def shape_of(self, tensor: torch.Tensor, what: str) -> tuple[int, ...]:
+        """Return the shape of the whole of a tensor. Raises: UnsupportedError as `box_of`."""
+        shape = list(tensor.shape)
+        if self._of is not None and self.is_marked(tensor):
+            shape[self._dimension(tensor, what)] *= len(self._of.marked)
+        return tuple(shape)
+
+    def box_of(self, parameter: torch.Tensor, what: str) -> Box:
+        """Return which elements of the whole this process has of a tensor; of most that are no DTensors, all.
+
+        Raises: UnsupportedError, naming `what`, where its elements here are no box of the whole.
+        """
+        if not is_distributed(parameter):
+            first = [0] * parameter.ndim
+            if self._of is not None and self.is_marked(parameter):
+                dim = self._dimension(parameter, what)
+                first[dim] = parameter.shape[dim] * self._of.marked.index(dist.get_rank())
+            return Box(tuple(first), tuple(parameter.shape))
+        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        first, shape = [0] * parameter.ndim, list(parameter.shape)
+        for number, one in enumerate(placements):
+            if one.is_replicate():
+                continue
+            if type(one).__name__ != "Shard":
+                raise UnsupportedError(
+                    f"{what} is a DTensor placed as {placements}: what a rank has of it is no box of the "
+                    "whole, which files could name. Shard and Replicate are saved and loaded"
+                )
+            if not _ascends(mesh, number):
+                raise UnsupportedError(f"{what} is a DTensor: {_descending(mesh, f'dimension {number}')}")
+            least = -(-shape[one.dim] // mesh.size(number))
+            begin = min(shape[one.dim], least * mesh.get_local_rank(number))
+            first[one.dim] += begin
+            shape[one.dim] = min(least, shape[one.dim] - begin)
+        return Box(tuple(first), tuple(shape))
+
+    def _dimension(self, tensor: torch.Tensor, what: str) -> int:
+        """Return the dimension along which a marked tensor is cut. Raises: UnsupportedError."""
+        dim, stride = getattr(tensor, "partition_dim", None), getattr(tensor, "partition_stride", 1)
+        if not isinstance(dim, int) or not -tensor.ndim <= dim < tensor.ndim or stride != 1:
+            raise UnsupportedError(
+                f"{what} is marked as a part of a weight, with partition_dim={dim!r} and "
+                f"partition_stride={stride!r}: which elements it has cannot be told, and files have whole "
+                "weights. Give it the dimension along which it is cut, with a stride of 1"
+            )
+        return dim % tensor.ndim
+
     def _described(self) -> str:
         if self._of is None or not self._of.names:
             return "no dimension"
@@ -211,51 +313,12 @@ def _descending(mesh: DeviceMesh, where: str) -> str:
     )
 
 
-def is_cut(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor of which ranks have different parts, be this rank's the whole."""
-    return any(len(members) > 1 for members in _cut(tensor))
-
-
-def _cut(parameter: torch.Tensor) -> set[tuple[int, ...]]:
-    """Return the ranks along each dimension of a mesh along which a DTensor is cut; none of others."""
-    if not is_distributed(parameter):
-        return set()
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    return {_members(mesh, number) for number, one in enumerate(placements) if not one.is_replicate()}
-
-
-def box_of(parameter: torch.Tensor, what: str) -> Box:
-    """Return which elements of the whole this process has of a DTensor; of any other tensor, all.
-
-    Raises: UnsupportedError, naming `what`, for a DTensor whose elements here are no box of the whole.
-    """
-    if not is_distributed(parameter):
-        return all_of(parameter.shape)
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    first, shape = [0] * parameter.ndim, list(parameter.shape)
-    for number, one in enumerate(placements):
-        if one.is_replicate():
-            continue
-        if type(one).__name__ != "Shard":
-            raise UnsupportedError(
-                f"{what} is a DTensor placed as {placements}: what a rank has of it is no box of the whole, "
-                "which files could name. Shard and Replicate are saved and loaded"
-            )
-        if not _ascends(mesh, number):
-            raise UnsupportedError(f"{what} is a DTensor: {_descending(mesh, f'dimension {number}')}")
-        least = -(-shape[one.dim] // mesh.size(number))
-        begin = min(shape[one.dim], least * mesh.get_local_rank(number))
-        first[one.dim] += begin
-        shape[one.dim] = min(least, shape[one.dim] - begin)
-    return Box(tuple(first), tuple(shape))
-
-
 def _members(mesh: DeviceMesh, number: int) -> tuple[int, ...]:
     """Return the ranks of the world that differ from this one along a dimension of a mesh alone."""
     return tuple(sorted(dist.get_process_group_ranks(mesh.get_group(number))))
 
 
-def _opened(members: Sequence[int], device: str, timeout_s: float) -> Ranks:
+def opened(members: Sequence[int], device: str, timeout_s: float) -> Ranks:
     """Connect these ranks of the world, of which this process is one."""
     backend = "nccl" if device.startswith("cuda") else "gloo"
     return Ranks(members, list(members).index(dist.get_rank()), backend, timeout_s, placed(device))
@@ -263,11 +326,11 @@ def _opened(members: Sequence[int], device: str, timeout_s: float) -> Ranks:
 
 def open_mesh(of: DataOfMesh, device: str, timeout_s: float) -> tuple[Ranks, MeshRanks, Ranks]:
     """Connect the ranks that share data, those beside, and all of both. All divide their machine's memory."""
-    ranks = _opened(of.data, device, timeout_s)
-    beside = _opened(of.beside, device, timeout_s)
+    ranks = opened(of.data, device, timeout_s)
+    beside = opened(of.beside, device, timeout_s)
     if beside.size == 1:
         return ranks, MeshRanks(of, beside), ranks
-    everyone = _opened(of.everyone, device, timeout_s) if ranks.size > 1 else beside
+    everyone = opened(of.everyone, device, timeout_s) if ranks.size > 1 else beside
     everyone.prepare_as(ranks)
     ranks.share_machine(beside)
     if ranks.size > 1:

@@ -14,15 +14,19 @@ sums by itself, in the order of stages, and every parameter is counted once.
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import xxhash
 
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.ranks.group import ALONE, Ranks, open_ranks
-from infinity.ranks.mesh import DataOfMesh, MeshRanks, open_mesh
+from infinity.ranks.mesh import DataOfMesh, MeshRanks, open_mesh, opened
+from infinity.ranks.taking_part import TakingPart
 from infinity.units.pipelines import stage_that_runs
 
 _CURE = (
@@ -41,14 +45,19 @@ class Stages:
         *,
         durable: bool = False,
         mesh: MeshRanks | None = None,
+        timeout_s: float = 0.0,
     ) -> None:
         """Know the stages that `ranks` connects, one of each. everyone: all that have a stage together: those
         that share its data and, on a mesh, those beside them. durable: whether steps are committed. mesh: the
-        ranks that have parts of the same stage.
+        ranks that have parts of the same stage. timeout_s: how long to wait for what others say.
         """
         self.everyone = everyone
         self.mesh = mesh or MeshRanks()
-        self._ranks = ranks
+        self._ranks, self._timeout_s = ranks, timeout_s
+        self._all: Ranks | None = None
+        self._training = TakingPart(ranks, timeout_s)
+        """The ranks whose stages train anything: norms are theirs."""
+        self._is_frozen: Callable[[], bool] = lambda: False
         self._durable = durable
         self._alone: str | None = None
         """What torch's pipelining said of a pipeline that no group names."""
@@ -63,11 +72,18 @@ class Stages:
         """Whether there are other stages, known to this one or not."""
         return self.several or self._alone is not None
 
+    def watch(self, is_frozen: Callable[[], bool]) -> None:
+        """Ask `is_frozen`, once, whether this stage trains nothing."""
+        self._is_frozen = is_frozen
+
     def look(self, _module: object) -> None:
-        """A forward begins: see whether a pipeline runs it whose other stages are not known.
+        """A forward begins: say whether this stage trains anything, and see whether a pipeline runs it whose
+        other stages are not known.
 
         Raises: UnsupportedError for a durable run, whose commits know one stage alone.
         """
+        if self.several and not self._training.has_said and torch.is_grad_enabled():
+            self._training.say(takes_part=not self._is_frozen())
         if self.several or self._alone is not None:
             return
         stage = stage_that_runs()
@@ -77,7 +93,7 @@ class Stages:
             self._alone = f"stage {stage.stage_index} of {stage.num_stages} on {stage.group_size} ranks"
 
     def each(self, value: float, what: str) -> list[float]:
-        """Return a value of every rank's stage, in their order.
+        """Return a value of every rank's stage, in their order; 0 for one that trains nothing.
 
         Raises: UnsupportedError where there are stages that are not known; RanksError where they ask for
         different things.
@@ -88,10 +104,11 @@ class Stages:
                 f"{self._alone}. {_CURE}"
             )
         what = f"{what} over all stages"
-        self._ranks.agree(what)  # a norm must not be taken for another's overflow
+        those = self._training.those(what)
+        those.agree(what)  # a norm must not be taken for another's overflow
         own = [0.0] * self._ranks.size
         own[self._ranks.rank] = value
-        return self._ranks.totals(own, what)
+        return those.totals(own, what)
 
     def check(self, *, has_parameters: bool) -> None:
         """Check one of several stages, when it is built. Raises: ConfigError if it has no parameters."""
@@ -104,24 +121,33 @@ class Stages:
                 "cut the model so that each rank has some."
             )
 
-    def check_apart(self, folder: str | os.PathLike[str]) -> None:
-        """See that every stage writes to a folder of its own. Every rank of pipeline_group calls it.
-
-        Raises: ConfigError, on all of them, naming the stages that do not.
-        """
+    def all_ranks(self) -> Ranks:
+        """Return the ranks of all stages, which are connected when this is first called, by all of them."""
         if not self.several:
-            return
+            return self.everyone
+        if self._all is None:
+            mine = json.dumps(list(self.everyone.members)).encode()
+            rows = self._ranks.each(mine, "find the ranks of all stages")
+            members = sorted({one for row in rows for one in json.loads(row)})
+            self._all = opened(members, self._ranks.device, self._timeout_s)
+            self._ranks.closing.append(self._all.close)
+        return self._all
+
+    def share(self, folder: str | os.PathLike[str]) -> bool:
+        """Whether all stages name one folder; else each has its own. Every rank of pipeline_group calls it.
+
+        Raises: ConfigError, on all of them, where some do, and others do not.
+        """
         path = os.path.realpath(folder)
         mine = xxhash.xxh3_64_intdigest(path.encode()) >> 1
         rows = self._ranks.of_all([mine], "compare folders of stages")
         same = [str(stage) for stage, row in enumerate(rows) if rows.count(row) > 1]
-        if same:
+        if same and len(same) < len(rows):
             raise ConfigError(
-                f"ranks {', '.join(same)} of pipeline_group save to one folder (this one to {path}), and "
-                "each would "
-                "replace what another has written. Give every stage a folder of its own, such as "
-                f"{path}/stage-{self._ranks.rank}, to save and to load."
+                f"ranks {', '.join(same)} of pipeline_group name one folder (this one {path}), and others do "
+                "not. Give all stages the same folder, or every stage one of its own"
             )
+        return bool(same)
 
     @property
     def ranks(self) -> Ranks:
@@ -170,7 +196,7 @@ def open_with_stages(
             'process_group=mesh["dp"]'
         ) * (others.size < world)
     _keep_open(ranks, others, wrong, durable=durable)
-    return ranks, Stages(ranks, others, durable=durable)
+    return ranks, Stages(ranks, others, durable=durable, timeout_s=timeout_s)
 
 
 def _open_with_mesh(
@@ -187,7 +213,7 @@ def _open_with_mesh(
         '(mesh["dp", "tp"]), pipeline_group of one rank of each stage (mesh["pp"])'
     ) * (len(both) > 1)
     _keep_open(ranks, others, wrong, durable=durable)
-    return ranks, Stages(everyone, others, durable=durable, mesh=mesh)
+    return ranks, Stages(everyone, others, durable=durable, mesh=mesh, timeout_s=timeout_s)
 
 
 def _keep_open(ranks: Ranks, others: Ranks, wrong: str, *, durable: bool) -> None:

@@ -360,7 +360,10 @@ def test_progress_and_seconds_are_logged_as_asked(folder, caplog):
     ("changes", "arguments", "error", "says"),
     [
         ({}, {"config": None}, ConfigError, "no configuration: .*--deepspeed_config"),
-        ({}, {"mpu": object()}, UnsupportedError, "mpu"),
+        ({}, {"mpu": object()}, UnsupportedError, r"has no get_data_parallel_group\(\): expected Megatron"),
+        ({}, {"mesh_param": (1, 2)}, ConfigError, "1 sequences x 2 ranks that share each are 2 ranks, and"),
+        ({}, {"mesh_param": 2}, ConfigError, r"mesh_param=2: expected \(data, sequences\)"),
+        ({}, {"mpu": object(), "mesh_param": (1, 1)}, ConfigError, "mpu and mesh_param: each says"),
         (
             {},
             {"optimizer": torch.optim.RMSprop},
@@ -427,6 +430,7 @@ def test_zero_init_takes_deepspeeds_arguments(folder):
         pass
     for arguments, error in (
         ({"mpu": object()}, UnsupportedError),
+        ({"zero_param_parallel_group": object()}, UnsupportedError),
         ({"zero_quantized_weights": True, "dtype": torch.float32}, ConfigError),
         ({"remote_device": "nvme"}, ConfigError),
         ({"dtype": torch.float16, "config": config}, ConfigError),

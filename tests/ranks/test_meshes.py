@@ -23,6 +23,11 @@ MORE = [
     "Llama, fp32, clip_grad_norm_",
     "Llama, bf16, tight, max_norm",
     "Mistral, bf16, tight",
+    "Llama, planned, bf16, tight, max_norm",
+    "Qwen2, planned, fp32, tight, clip_grad_norm_",
+    "Qwen3, planned, bf16, tight, max_norm",
+    "Gemma, planned, fp32, tight, max_norm",
+    "Mixtral, planned, fp32, tight, max_norm",
 ]
 DIVIDED = [
     "fp32, tight, max_norm",
@@ -30,10 +35,12 @@ DIVIDED = [
     "bf16, accumulated, max_norm",
     "fp32, replicated, taken in, looked at, clip_grad_norm_",
     "bf16, stage 1, max_norm",
+    "Llama, planned, bf16, tight, max_norm",
+    "Qwen3, planned, fp32, tight, clip_grad_norm_",
 ]
-BOTH = ["wrong", "states", "overflow", "edits", "saves", "durable"]
+BOTH = ["wrong", "states", "overflow", "edits", "saves", "durable", "autotp", "megatron"]
 LAUNCHES = {
-    "tp 2": (2, 1, [*EXACT, *BOTH]),
+    "tp 2": (2, 1, [*EXACT, *BOTH, "mesh_param"]),
     "more": (2, 1, [*MORE, "exported", "saved by dcp", "loaded from dcp", "reduced by hand"]),
     "dp 2 x tp 2": (4, 2, [*DIVIDED, *BOTH, "saved by dcp", "loaded from dcp"]),
 }
@@ -213,6 +220,40 @@ def test_checkpoints_of_torch_load_on_any_mesh_with_the_moments(answers, launch,
         assert "has no moments (NAME.exp_avg)" in one["no moments"]
         assert one["fits"].startswith("CheckpointError: ")
         assert "embedding.bias" in one["fits"]
+
+
+@pytest.mark.parametrize(("launch", "case"), of("megatron"))
+def test_layers_that_an_mpu_divides_train_as_the_whole_model_and_save_it_whole(answers, launch, case):
+    ranks, data, _ = LAUNCHES[launch]
+    for rank, one in enumerate(answers(launch, case)):
+        assert one["wrong"] == []
+        assert one["sizes"] == [2 * data, rank // (ranks // data)]
+        assert one["refused"][0].startswith("UnsupportedError: infinity.save_pretrained: up.weight is a part")
+        assert "the ranks" in one["refused"][1] or data == 1
+
+
+@pytest.mark.parametrize(("launch", "case"), of("autotp"))
+def test_autotp_size_divides_a_llama_by_its_plan(answers, launch, case):
+    ranks, data, _ = LAUNCHES[launch]
+    for rank, one in enumerate(answers(launch, case)):
+        for found, expected in zip(one["found"], one["expected"], strict=True):
+            assert found == pytest.approx(expected, rel=1e-5)
+        assert one["sizes"] == [2 * data, 8 // 2 // data, ranks // data, rank // (ranks // data)]
+        assert len(one["divided"]) == 2 * 7 + 2
+        assert one["loaded"]
+        assert one["unplanned"].startswith("ConfigError: tensor_parallel.autotp_size: no model of trans")
+        assert one["both"].startswith("ConfigError: tensor_parallel.autotp_size=2 and mesh_param")
+
+
+def test_mesh_param_says_how_many_ranks_share_a_sequence(answers):
+    for one in answers("tp 2", "mesh_param"):
+        assert len(one["found"]) == 4
+        assert all(way == one["found"][0] for way in one["found"])
+        assert one["numbers"].startswith("ConfigError: mesh_param=(2, 2): 2 sequences x 2 ranks")
+        assert "says that 1 ranks share a sequence, the configuration 2" in one["other"]
+        assert one["kind"].startswith("ConfigError: mesh_param='all': expected (data, sequences)")
+        assert "has no get_data_parallel_group(): expected Megatron's functions" in one["no mpu"]
+        assert one["both"].startswith("ConfigError: mpu and mesh_param: each says which ranks share data")
 
 
 @pytest.mark.parametrize(("launch", "case"), of("reduced by hand"))

@@ -39,12 +39,13 @@ DIVIDED = [
 DEEP = ["1f1b, bf16, tight, max_norm", "zero bubble, bf16, tight, clip_grad_norm_", "zbv, fp32, max_norm"]
 OTHERS = ["unnamed", "wrong", "resumed", "overflow", "shared", "forgotten", "disagreeing", "default device"]
 ASSIGNED = ["assigned", "assigned one by one"]
+FROZEN = ["frozen first", "frozen last"]
 LAUNCHES = {
-    "two ranks": (2, 1, [*EXACT, *OTHERS, *ASSIGNED]),
+    "two ranks": (2, 1, [*EXACT, *OTHERS, *ASSIGNED, *FROZEN]),
     "more": (2, 1, [*MORE, "resumed zero bubble"]),
     "dying": (2, 1, ["dying"]),
     "at once": (2, 1, ["at once"]),
-    "two stages of two ranks": (4, 2, [*DIVIDED, "resumed", "shared", "divided"]),
+    "two stages of two ranks": (4, 2, [*DIVIDED, "resumed", "shared", "divided", *FROZEN]),
     "four ranks": (4, 1, DEEP),
 }
 """Ranks, ranks that share a stage, and cases of each launch. A rank that raises amid a schedule ends it."""
@@ -101,6 +102,20 @@ def test_the_norm_is_of_the_gradients_of_all_stages(answers, case):
     one, other = answers("two ranks", case)
     assert one["norms"] == pytest.approx(other["norms"], rel=1e-12)
     assert max(one["norms differ"], other["norms differ"]) < 1e-12
+
+
+@pytest.mark.parametrize("case", FROZEN)
+@pytest.mark.parametrize(
+    "launch", ["two ranks", pytest.param("two stages of two ranks", marks=pytest.mark.slow)]
+)
+def test_a_stage_that_trains_nothing_has_no_part_in_the_norm_of_the_others(answers, launch, case):
+    given = answers(launch, case)
+    assert [one["different"] for one in given] == [[]] * len(given)
+    assert all((one["norm"] is None) == bool(one["late"]) for one in given)
+    for one in given:
+        if one["late"]:
+            assert one["late"].startswith("UnsupportedError: a norm over all stages: rank ")
+            assert "trained no parameter in its first forward" in one["late"]
 
 
 def test_norms_and_scalers_are_refused_where_no_group_names_the_other_stages(answers):

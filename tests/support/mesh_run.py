@@ -9,7 +9,6 @@ DTensors, whose local tensors the reference recipe steps, each with the mean ove
 
 import sys
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,10 +27,12 @@ import infinity
 from answers import answer_all
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import recipe as reference
+from mesh_deepspeed import DEEPSPEED
 from mesh_edits import edits
+from mesh_kinds import KINDS, VOCABULARY, WIDTH, by_plan, from_transformers
 from mesh_saves import durable, exported, loaded_from_dcp, saves
 
-VOCABULARY, WIDTH, TOKENS, BATCH = 61, 64, 7, 2
+TOKENS, BATCH = 7, 2
 COMPUTES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TIGHT, WIDE = "1MiB", "64MiB"
 
@@ -222,35 +223,10 @@ def train(place, model, optimizer, *, steps=3, first=0, clip=None, accumulated=1
     return losses, norms
 
 
-def from_transformers(place, kind):
-    """Load a model of transformers that is divided by its own plan, from files that rank 0 writes."""
-    import transformers
-    from transformers.distributed import DistributedConfig
-
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-    )
-    folder, model = f"{place.folder}/{kind}", getattr(transformers, f"{kind}ForCausalLM")
-    if dist.get_rank() == 0 and not Path(folder).exists():
-        torch.manual_seed(3)
-        model(config).save_pretrained(folder)
-    dist.barrier()
-    plan = DistributedConfig(tp_size=place.tensor.size(), tp_plan="auto")
-    return model.from_pretrained(folder, distributed_config=plan, dtype=torch.float32)
-
-
 def made(place, *options):
-    for kind in ("Llama", "Qwen3", "Mistral"):
+    for kind in KINDS:
         if kind in options:
-            return from_transformers(place, kind)
+            return (by_plan if "planned" in options else from_transformers)(place, kind)
     names = ("checkpointed", "tied")
     model = MeshModel(**{one: one in options for one in names})
     if "frozen" in options:
@@ -288,12 +264,14 @@ def compare(place, *options, dtype="fp32", max_norm=None, clip=None):
     """Train the parallel model in memory, and the same offloaded; return what differs."""
     accumulated = 2 if "accumulated" in options else 1
     settings = {"lr": 0.01, "weight_decay": 0.1, "max_norm": max_norm}
-    plain = made(place, *options)
+    same = "Qwen3" in options or place.data.size() > 1  # else the reference is transformers' own
+    plain = made(place, *(one for one in options if same or one != "planned"))
     other = ParallelReference(place, plain, COMPUTES[dtype], **settings)
     clips = clip and partial(other.clip, clip)
     losses, norms = train(place, plain, other, clip=clips, accumulated=accumulated)
 
     stage = {"stage": 1} if "stage 1" in options else {}
+    stage |= {"experts": "whole"} if "Mixtral" in options else {}
     model = offloaded(
         place, *options, dtype=dtype, host_memory=TIGHT if "tight" in options else WIDE, **stage
     )
@@ -567,6 +545,7 @@ def saved_by_dcp(place):
 
 
 SPECIAL = {
+    **DEEPSPEED,
     "durable": lambda place: durable(place, sys.modules[__name__]),
     "loaded from dcp": lambda place: loaded_from_dcp(place, sys.modules[__name__]),
     "exported": lambda place: exported(place, sys.modules[__name__]),

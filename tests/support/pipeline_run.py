@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -493,7 +494,36 @@ def divided(place):
     }
 
 
+def frozen_stage(place, *, number):
+    """Train a pipeline of which one stage is frozen, without an optimizer; return what differs from the same
+    in memory, the norms that the other has seen, and the error of a frozen stage that asks for one after all.
+    """
+    frozen = place.rank == number
+    ways, settings = [], {"lr": 0.01, "weight_decay": 0.1, "max_norm": 0.5}
+    for ours in (False, True):
+        stages = offloaded(place, "1f1b", dtype="bf16", host_memory=TIGHT, timeout_s=20) if ours else None
+        stages = stages if ours else prepare(build(place, "1f1b"), torch.bfloat16)
+        if frozen:
+            stages.requires_grad_(False)
+            step = (lambda: None) if ours else partial(place.sum_of_stages, 0.0)
+            optimizer = SimpleNamespace(step=step, zero_grad=lambda: None)
+        elif ours:
+            optimizer = infinity.AdamW(stages.parameters(), **settings)
+        else:
+            optimizer = ReferenceOfStages(place, stages.parameters(), **settings)
+        losses, _ = train(place, "1f1b", stages, optimizer)
+        ways.append({"losses": losses, **{name: one.clone() for name, one in stages.state_dict().items()}})
+    engine = engine_of_model(stages)
+    return {
+        "different": [key for key, one in ways[0].items() if not same(one, ways[1][key])],
+        "norm": None if frozen else optimizer.grad_norm,
+        "late": refused(lambda: engine.stages.each(1.0, "a norm")) if frozen else "",
+    }
+
+
 OTHERS = {
+    "frozen first": partial(frozen_stage, number=0),
+    "frozen last": partial(frozen_stage, number=1),
     "unnamed": unnamed,
     "wrong": wrong,
     "resumed": partial(resumed, kind="interleaved"),

@@ -1,0 +1,113 @@
+"""Checkpoints of the stages of a pipeline: one of all of them, or one of each.
+
+[Note: one folder of all stages]
+Stages whose parameters have the names that they have in the whole model, as layers in an nn.ModuleDict by
+their numbers have them, save to one folder: a checkpoint of the whole model, as one process would have saved
+it, which loads on any number of stages, and without any. Each stage takes what has its names. What is one for
+the whole model (steps, param groups, stacks of experts) is put together of what the stages say. Stages whose
+names are alike save to a folder each, and load from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from infinity.checkpoint.inventory import Inventory
+from infinity.checkpoint.stacks import Stacks
+from infinity.errors import ConfigError
+from infinity.storage.manifest import CheckpointError, Manifest
+
+_WHAT = "compare what stages have"
+
+
+class StagesTogether:
+    """The stages that save, or load, together; see [Note: one folder of all stages]."""
+
+    def __init__(self, inventory: Inventory, folder: str | os.PathLike[str], *, saves: bool) -> None:
+        """See whether the stages name one folder; then those of `inventory` are all ranks. Every rank of
+        every stage makes one.
+
+        Raises: ConfigError, on all of them, where stages that save to one folder have a name in common.
+        """
+        stages = inventory.engine.stages
+        self._several = stages.several and stages.share(folder)
+        self._stages, self._stacks = stages, inventory.stacks
+        self._own = {*inventory.stacks.specs(inventory.masters()), *inventory.plains()}
+        self._all: set[str] = set()
+        if not self._several:
+            return
+        rows = [json.loads(row) for row in stages.ranks.each(json.dumps(sorted(self._own)).encode(), _WHAT)]
+        counts = Counter(name for row in rows for name in row)
+        self._all = set(counts)
+        if saves and (twice := next((name for name, count in counts.items() if count > 1), None)):
+            ranks = ", ".join(str(stage) for stage, row in enumerate(rows) if twice in row)
+            path = os.path.realpath(folder)
+            raise ConfigError(
+                f"ranks {ranks} of pipeline_group save to one folder, {path}, and each has a tensor named "
+                f"{twice}. Give every stage a folder of its own, such as {path}/stage-{stages.ranks.rank}, "
+                "to save and to load; or its modules the names that they have in the whole model, such as "
+                'nn.ModuleDict({"7": layer}) for its eighth layer'
+            )
+        inventory.join_stages()
+
+    def optimizer_of_all(self, own: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return what the optimizers of all stages say, each in the form of optimizer_out.
+
+        Raises: CheckpointError where their kinds, or the options of their param groups, differ.
+        """
+        if not self._several:
+            return own
+        rows = [json.loads(row) for row in self._stages.ranks.each(json.dumps(own).encode(), _WHAT)]
+        said = [row for row in rows if row is not None]
+        if not said:
+            return None
+        first = said[0]
+        for one in said[1:]:
+            for name in ("kind", "state_dtype", "seed"):
+                if one[name] != first[name]:
+                    raise CheckpointError(
+                        f"the optimizers of stages have different {name}s, {first[name]} and {one[name]}: "
+                        "give them the same, or every stage a folder of its own"
+                    )
+            options = [[group["options"] for group in each["groups"]] for each in (first, one)]
+            if options[0] != options[1]:
+                raise CheckpointError(
+                    f"the param groups of stages have different options, {options[0]} and {options[1]}: give "
+                    "them the same, or every stage a folder of its own"
+                )
+        groups = [
+            {**group, "parameters": [name for each in said for name in each["groups"][number]["parameters"]]}
+            for number, group in enumerate(first["groups"])
+        ]
+        return {**first, "groups": groups, "steps": {n: s for each in said for n, s in each["steps"].items()}}
+
+    def stacks_of_all(self) -> Stacks:
+        """Return the stacks of all stages."""
+        if not self._several:
+            return self._stacks
+        rows = self._stages.ranks.each(json.dumps(self._stacks.told()).encode(), _WHAT)
+        return self._stacks.of_those([place for row in rows for place in json.loads(row)])
+
+    def own_of(self, manifest: Manifest) -> Manifest:
+        """Return this stage's part of a manifest, and what belongs to none."""
+        if not self._several:
+            return manifest
+
+        def is_mine(name: str) -> bool:
+            return name in self._own or name not in self._all
+
+        tensors = tuple(one for one in manifest.tensors if one.kind == "extra" or is_mine(one.name))
+        saved: Mapping[str, Any] | None = manifest.optimizer
+        if saved is not None:
+            groups = [
+                {**group, "parameters": [name for name in group["parameters"] if is_mine(name)]}
+                for group in saved["groups"]
+            ]
+            steps = {name: step for name, step in saved["steps"].items() if is_mine(name)}
+            saved = {**saved, "groups": [one for one in groups if one["parameters"]], "steps": steps}
+        return replace(manifest, tensors=tensors, optimizer=saved)

@@ -1,0 +1,64 @@
+"""`infinity plan` of tensor and pipeline parallelism. Faked: what would be measured."""
+
+import argparse
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from infinity.bench.planning import cores
+from infinity.bench.planning import plan as planning
+from infinity.errors import ConfigError
+
+RATES = ["--nvme-read", "2", "--nvme-write", "1", "--nvme-mixed", "1.5", "--compute", "1"]
+TRAINING = ["check", "--model", "25m", "--host-memory", "64MiB", "--tokens", "1x64", *RATES]
+LINKS = ["--link", "1", "--local-link", "100", "--micro-batches", "4"]
+MESH = ["--ranks", "16", "--local-ranks", "4", "--tensor-parallel", "2", "--pipeline-parallel", "2"]
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch):
+    """Nothing is timed: that takes its time, and tells nothing here."""
+    monkeypatch.setenv("INFINITY_MEASURE", "0")
+    monkeypatch.setattr(cores, "update_rate", lambda _: 1e9)
+    monkeypatch.setattr(cores, "hash_rate", lambda: 1e10)
+    monkeypatch.setattr(cores, "copy_rate", lambda: 1e10)
+
+
+def ask(*arguments):
+    """Run the command; return its exit code and all it shows."""
+    parser = argparse.ArgumentParser()
+    planning.add_arguments(parser)
+    text = io.StringIO()
+    options = parser.parse_args(planning.spelled_out([*map(str, arguments)]))
+    return planning.run(options, Console(width=300, file=text)), text.getvalue()
+
+
+def test_a_plan_of_a_mesh_says_what_a_rank_has_and_what_crosses_which_link(tmp_path):
+    code, said = ask(*TRAINING, *MESH, *LINKS, "--json", tmp_path / "plan.json")
+    assert code == 0
+    for part in (
+        "data 4 x tensor 2 x pipeline 2",
+        "1/2 of each matrix, the heaviest of 2 stages",
+        "tensor, 2 ranks",
+        "data, 4 ranks",
+        "pipeline, 2 ranks",
+        "within machines",
+        "between machines",
+    ):
+        assert part in said
+    found = json.loads((tmp_path / "plan.json").read_text())["rows"][0]["facts"]
+    assert found["data_ranks"] == 4
+    assert [one["by"] for one in found["sent"]] == ["tensor", "data", "pipeline"]
+
+
+def test_without_a_number_there_are_as_many_ranks_as_divide_the_model():
+    _, said = ask(*TRAINING, *LINKS, "--tensor-parallel", "2", "--pipeline-parallel", "2")
+    assert "25.1 M parameters on 4 ranks" in said
+    assert "data 1 x tensor 2 x pipeline 2" in said
+
+
+def test_ranks_that_are_no_mesh_are_refused():
+    with pytest.raises(ConfigError, match=r"--ranks 6: expected a multiple of --tensor-parallel 4 x --pipe"):
+        ask(*TRAINING, *LINKS, "--ranks", "6", "--tensor-parallel", "4")
