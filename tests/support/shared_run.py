@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import infinity
 import models
+import parity
 import ranks_run
 from infinity.engine.engine import engine_of_model
 from leftovers import held, left_since
@@ -106,30 +107,29 @@ def refused(other, **fields):
 
 def killed(folder, *, when):
     """Rank 1 is killed, or stops, in its third step; return what the others are told, and after how long."""
-    model = models.build("llama", host_memory="64MiB", timeout_s=8)
-    optimizer, began = infinity.AdamW(model.parameters(), lr=1e-2), 0.0
+    model = models.build("llama", host_memory="64MiB", timeout_s=8, gather_bucket=0)
+    optimizer, said = infinity.AdamW(parity.nothing_waits(model).parameters(), lr=1e-2), "none"
     Path(folder, f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
 
     def end(*_):
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGSTOP if when == "stopped" else signal.SIGKILL)
 
+    ranks_run.train(model, optimizer, steps=2)
+    layer = model.model.layers[1].mlp.up_proj
+    layer.register_full_backward_hook(end) if when == "backward" else layer.register_forward_pre_hook(end)
+    began = time.monotonic()
     try:
         ranks_run.train(model, optimizer, steps=2)
-        layer = model.model.layers[1].mlp.up_proj
-        layer.register_forward_pre_hook(end) if when != "backward" else layer.register_full_backward_hook(end)
-        began = time.monotonic()
-        ranks_run.train(model, optimizer, steps=2)
     except infinity.RanksError as error:
-        took = time.monotonic() - began
-        engine_of_model(model).close()
-        del model, optimizer, layer, error
         said = str(error)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(Path(folder, "1.pid").read_text()), signal.SIGKILL)
-        gc.collect()
-        return {"said": said, "took_s": took, "left": [*map(str, descriptors()), *mappings()]}
-    return {"said": "none"}
+    took_s = time.monotonic() - began
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(Path(folder, "1.pid").read_text()), signal.SIGKILL)
+    engine_of_model(model).close()
+    del model, optimizer, layer
+    gc.collect()
+    return {"said": said, "took_s": took_s, "left": [*map(str, descriptors()), *mappings()]}
 
 
 CASES = {
