@@ -116,7 +116,10 @@ def _mapped(descriptor: int, offset: int, nbytes: int, flags: int) -> Any:
     """Map a part of a file. Raises: OSError."""
     address = _LIBC.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
     if address == _FAILED:
-        raise _error(f"cannot map {nbytes} bytes of shared memory")
+        raise _error(
+            f"cannot map {nbytes} bytes of shared memory (vm.max_map_count limits the mappings of a process: "
+            "one for each layer that is there)"
+        )
     buffer = (ctypes.c_char * nbytes).from_address(address)
     weakref.finalize(buffer, _unmap, os.getpid(), address, nbytes).atexit = False
     _advise(address, nbytes, mmap.MADV_DONTFORK)

@@ -22,9 +22,9 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -42,15 +42,6 @@ _LOOKED_AT = 16
 """Shares that are looked at, of those kept longest, when memory is to be given back."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """This rank's share of a place, of which it has let go."""
-
-    place: MachinePlace
-    generation: int
-    nbytes: int
-
-
 class _Releases:
     """Who has let go of what. Each rank writes its own numbers alone, in memory that all have in common: the
     last fetch of each unit of which nothing uses the place any more, nor of any before.
@@ -62,7 +53,9 @@ class _Releases:
         self._numbers = memory.numbers(units * ranks)
         self._ranks, self._own = ranks, own
         self._buffers = spare.buffers
-        self._kept: deque[_Left] = deque()
+        self._kept: dict[tuple[MachinePlace, int], int] = {}
+        """Bytes of this rank's shares of places that it has let go of, by their fetch, the oldest first."""
+        self._closed = False
         self._kept_nbytes = 0
         self.lock = threading.RLock()  # reentrant: a tensor may be collected at any moment
 
@@ -75,30 +68,34 @@ class _Releases:
         first = unit * self._ranks
         return all(one >= generation for one in self._numbers[first : first + self._ranks])
 
-    def keep(self, left: _Left) -> None:
+    def keep(self, place: MachinePlace, generation: int, nbytes: int) -> None:
         """Keep a share for the next fetch, as far as the window has room."""
-        self._kept.append(left)
-        self._kept_nbytes += left.nbytes
+        if self._closed:
+            return
+        self._kept[place, generation] = nbytes
+        self._kept_nbytes += nbytes
         self.trim()
 
     def take_back(self, place: MachinePlace, generation: int) -> None:
-        """The share of this fetch is used again."""
-        for left in self._kept:
-            if left.place is place and left.generation == generation:
-                self._forget(left)
-                return
+        """The share of this fetch is kept no longer."""
+        self._kept_nbytes -= self._kept.pop((place, generation), 0)
 
     def trim(self) -> None:
         """Give back what was kept longest, beyond the window's free bytes."""
-        for left in list(self._kept)[:_LOOKED_AT]:
+        if self._kept_nbytes <= self._buffers.spare_nbytes:
+            return
+        for place, generation in list(islice(self._kept, _LOOKED_AT)):
+            if place.give_back(generation):
+                self.take_back(place, generation)
             if self._kept_nbytes <= self._buffers.spare_nbytes:
                 return
-            if left.place.give_back(left.generation):
-                self._forget(left)
 
-    def _forget(self, left: _Left) -> None:
-        self._kept.remove(left)
-        self._kept_nbytes -= left.nbytes
+    def close(self) -> None:
+        """Nothing is fetched any more: keep nothing. What is mapped goes back with the last mapping."""
+        with self.lock:
+            self._closed = True
+            self._kept.clear()
+        self.memory.close()
 
 
 class MachinePlace:
@@ -195,7 +192,7 @@ class MachinePlace:
             over = min(self._users, default=self.generation + 1) - 1
             self._releases.note(self._number, over)
             if not self._is_used_again(generation):
-                self._releases.keep(_Left(self, generation, len(self._share)))
+                self._releases.keep(self, generation, len(self._share))
 
     def give_back(self, generation: int) -> bool:
         """Give back the memory of this rank's share, if no rank uses what a fetch has brought; return whether
@@ -236,9 +233,9 @@ class MachineShare:
 class MachineUnits:
     """All units of an engine, in memory that the ranks of the machine share."""
 
-    def __init__(self, memory: SharedMemory, places: dict[Unit, MachinePlace]) -> None:
+    def __init__(self, releases: _Releases, places: dict[Unit, MachinePlace]) -> None:
         """Have these places in it."""
-        self._memory, self._places = memory, places
+        self._releases, self._places = releases, places
         self.nbytes = 0
         """Bytes of weights that ranks have put together in it."""
 
@@ -261,8 +258,8 @@ class MachineUnits:
         return share
 
     def close(self) -> None:
-        """Close the descriptor: nothing is fetched any more."""
-        self._memory.close()
+        """Nothing is fetched any more."""
+        self._releases.close()
 
 
 def open_machine_units(ranks: Ranks, units: Sequence[Unit], blocks: Blocks, timeout_s: float) -> MachineUnits:
@@ -283,4 +280,4 @@ def open_machine_units(ranks: Ranks, units: Sequence[Unit], blocks: Blocks, time
         places[unit] = MachinePlace(releases, number, offset, unit, nbytes, blocks)
         unit.live_in(places[unit])
         offset += 2 * nbytes
-    return MachineUnits(memory, places)
+    return MachineUnits(releases, places)
