@@ -105,11 +105,8 @@ class SharedMemory:
 
 def make_private(buffer: Any) -> None:
     """Have every page of a private mapping be a copy, of what it shows now."""
-    size = ctypes.sizeof(buffer)
-    at = ctypes.addressof(buffer)
-    for place in range(at, at + size, PAGE):
-        byte = ctypes.c_ubyte.from_address(place)
-        byte.value = byte.value  # the write makes the copy
+    for place in range(0, ctypes.sizeof(buffer), PAGE):
+        buffer[place] = buffer[place]  # the write makes the copy
 
 
 def _mapped(descriptor: int, offset: int, nbytes: int, flags: int) -> Any:

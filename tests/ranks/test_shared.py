@@ -6,6 +6,9 @@ import json
 
 import pytest
 
+from infinity.bench.engine.runs import OWN, Model
+from infinity.bench.ranks.launch import measure_ranks
+from infinity.bench.ranks.ranks import RankCase
 from infinity.ranks.machines import LOCAL_SIZE
 from launches import forked
 from places import SUPPORT
@@ -114,3 +117,23 @@ def test_ranks_of_several_machines_are_refused_on_all(tmp_path):
     given = answers(tmp_path, 4, ["other machines"], **{LOCAL_SIZE: "2"})
     assert {one["other machines"]["said"] for one in given} == {given[0]["other machines"]["said"]}
     assert "ranks on the machine of each: 2, 2, 2, 2" in given[0]["other machines"]["said"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_machine_takes_the_memory_of_one_rank_and_100_mib_for_each(tmp_path, ranks):
+    """All that the processes take, shared pages once, above what they import."""
+    model = Model("25m", 16, 5)
+    found = [
+        measure_ranks(OWN, "infinity", case.ranks, model, tmp_path, case.settings("25m", "backward"))
+        for case in (
+            RankCase("infinity", 1, "256MiB"),
+            RankCase("infinity", ranks, "256MiB"),
+            RankCase("infinity", ranks, "256MiB", shared=True),
+        )
+    ]
+    one, plain, shared = found
+    assert shared.peak_machine_nbytes <= 1.05 * one.peak_machine_nbytes + ranks * (100 << 20)
+    assert shared.peak_machine_nbytes < plain.peak_machine_nbytes
+    assert shared.loss == plain.loss
+    assert shared.sent_nbytes < 0.6 * plain.sent_nbytes
