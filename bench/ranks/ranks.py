@@ -51,11 +51,14 @@ class RankCase:
     ranks: int
     budget: str = ""
     """Infinity's, of the machine: a size as it was typed, or ALL."""
+    shared: bool = False
+    """Whether the ranks have memory in common: Config.shared_memory."""
 
     @property
     def name(self) -> str:
         """Its name, without the ranks."""
-        return PEERS.get(self.kind, f"Infinity, {self.budget}")
+        shared = ", memory in common" * self.shared
+        return PEERS.get(self.kind, f"Infinity, {self.budget}{shared}")
 
     def settings(self, model: str, update: str) -> dict[str, Any]:
         """Return the settings of its kind."""
@@ -64,15 +67,22 @@ class RankCase:
         if self.kind != "infinity":
             return {}
         enough = STATE_AND_GRADIENTS * parameter_count(model) + self.ranks * ROOM
-        return settings_of(enough if self.budget == ALL else self.budget, update)
+        settings = settings_of(enough if self.budget == ALL else self.budget, update)
+        return settings | ({"shared_memory": True} if self.shared else {})
 
 
-def cases(ranks: Sequence[int], budgets: Sequence[str], peers: Sequence[str]) -> list[RankCase]:
-    """List all cases in the order of a round: for each number of ranks the peers, then Infinity."""
+def cases(
+    ranks: Sequence[int], budgets: Sequence[str], peers: Sequence[str], *, shared: bool = False
+) -> list[RankCase]:
+    """List all cases in the order of a round: for each number of ranks the peers, then Infinity. shared: each
+    budget also with memory in common.
+    """
     found = []
     for number in ranks:
         found += [RankCase(peer, number) for peer in PEERS if peer in peers]
-        found += [RankCase("infinity", number, budget) for budget in budgets]
+        for budget in budgets:
+            ways = (False, True) if shared else (False,)
+            found += [RankCase("infinity", number, budget, shared=way) for way in ways]
     return list(dict.fromkeys(found))
 
 
@@ -89,6 +99,7 @@ def row_of(
         "contestant": case.name,
         "kind": case.kind,
         "budget": case.budget,
+        "shared_memory": case.shared,
         "ranks": case.ranks,
         "model": model.shape,
         "parameters": runs[0].parameters,
@@ -177,6 +188,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", choices=SHAPES, default="25m", metavar="NAME", help=f"{', '.join(SHAPES)}; 25m")
     budget = f'budgets of Infinity for the machine: sizes, "{ALL}"; 512MiB'
     add("--host-memory", nargs="+", type=_budget, default=["512MiB"], metavar="SIZE", help=budget)
+    add("--shared-memory", action="store_true", help="each budget also with Config(shared_memory=True)")
     add("--update", choices=UPDATES, default="backward", help="when Infinity's weights change; backward")
     add("--tokens", type=positive, default=16, metavar="N", help="of the sequence of each rank; 16")
     peer = "run beside: ddp, fsdp2, deepspeed; may be repeated"
@@ -196,7 +208,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     check_outputs(options)
     if options.steps <= SETTLING:
         raise ConfigError(f"--steps {options.steps}: the first {SETTLING} are not counted. Ask for more.")
-    entries = cases(options.ranks, options.host_memory, options.peer)
+    entries = cases(options.ranks, options.host_memory, options.peer, shared=options.shared_memory)
     beside = "deepspeed" in options.peer
     environment = rival.environment_of(options.venv, console) if beside else OWN
     model = Model(options.model, options.tokens, options.steps)

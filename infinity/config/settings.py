@@ -98,6 +98,9 @@ class Config:
     quantized_gradients: "int8" or "int4": gradients are sent so to the ranks that sum them, in fp32 (qgZ):
         about half, or a quarter, of the bytes of 16-bit ones. Of several machines the sums of each are sent
         on so, too. None: in their own type.
+    shared_memory: whether the ranks of one machine have memory in common: each brings its share of a layer to
+        where all see it, so that weights in use exist once, and none are sent between ranks. Results are the
+        same; for Linux, and where the CPU computes.
     timeout_s: seconds that a rank waits for the others before it fails, and names those that are missing.
     sequence_parallel: ranks that share each sequence (Ulysses; see infinity.sequence_parallel), for models of
         transformers: 4 of 8 ranks train two sequences at once, each on a quarter of its tokens. All ranks
@@ -149,6 +152,7 @@ class Config:
     reduce_bucket: int | str = DEFAULT
     quantized_weights: str | None = None
     quantized_gradients: str | None = None
+    shared_memory: bool = False
     timeout_s: float = 600.0
     sequence_parallel: int = 1
     expert_parallel: int = 1
@@ -235,6 +239,7 @@ class Config:
                 'dtype="bf16"; leave one of the two out'
             )
         self._check_quantized()
+        self._check_shared()
         for name in ("sequence_parallel", "expert_parallel"):
             size = getattr(self, name)
             if type(size) is not int or size < 1:
@@ -259,6 +264,22 @@ class Config:
                 f"{given} with stage={self.stage}, where every rank keeps the 16-bit weights and updates "
                 "start from them: stage=3 assembles them for each use; or leave it out. quantized_gradients "
                 "works at every stage"
+            )
+
+    def _check_shared(self) -> None:
+        if type(self.shared_memory) is not bool:
+            raise ConfigError(f"shared_memory={self.shared_memory!r}: expected True or False")
+        if not self.shared_memory:
+            return
+        if self.quantized_weights is not None:
+            raise ConfigError(
+                f"shared_memory=True with quantized_weights={self.quantized_weights!r}: ranks that see one "
+                "memory send each other no weights; leave one of the two out"
+            )
+        if self.expert_parallel > 1:
+            raise ConfigError(
+                f"shared_memory=True with expert_parallel={self.expert_parallel}: ranks that have other "
+                "experts have other units, and no memory in common; leave one of the two out"
             )
 
     def _check_tiers(self) -> None:

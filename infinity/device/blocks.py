@@ -15,8 +15,11 @@ from infinity.storage.memory import Ledger
 class Blocks(Protocol):
     """Allocates the memory of resident units. `flat`: a unit's memory, 1-D."""
 
+    def come(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialised memory for `numel` elements, which a fetch brings."""
+
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialised memory for `numel` elements."""
+        """Likewise, for a copy of them."""
 
     def leaving(self, flat: torch.Tensor) -> None:
         """The unit is about to drop its memory."""
@@ -34,6 +37,8 @@ class HostBlocks:
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Borrow a buffer."""
         return self.buffers.take(numel, dtype)
+
+    come = take
 
     def leaving(self, flat: torch.Tensor) -> None:
         """Do nothing: a buffer returns when its last tensor is gone."""
@@ -60,6 +65,8 @@ class DeviceBlocks:
             raise
         self._device.allocated(flat)
         return flat
+
+    come = take
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate; where the device has no memory left, once more when what waits there has left."""

@@ -310,7 +310,7 @@ class Engine:
                 self.arrivals.catch(parameter)
         tell_versions_apart([unit.changes for unit in self.units])
         if self.partition is not None:
-            self.partition.check_model()
+            self.partition.open(self.residency.blocks, self.config.timeout_s)
         largest = max((unit.resident_nbytes for unit in self.units), default=0)
         self.budget = divide(self.budget.total_nbytes, largest, self.schema, on_device=self._on_device)
         self.kept.resize(self.budget.kept_nbytes)

@@ -10,9 +10,11 @@ import torch
 import xxhash
 
 from infinity.config.settings import Config
+from infinity.device.blocks import Blocks
 from infinity.device.device import Device
 from infinity.engine.codings import codings
 from infinity.engine.expert_ranks import ExpertRanks
+from infinity.engine.sharing import shares_memory
 from infinity.errors import RanksError
 from infinity.gradients.coding import Coding
 from infinity.gradients.collectives import Collecting, CollectiveLane, Spreading
@@ -27,6 +29,7 @@ from infinity.planning.queue import Job
 from infinity.ranks.group import Ranks
 from infinity.records.record import Record
 from infinity.timeline import Timeline
+from infinity.units.machine_units import MachineUnits, open_machine_units
 from infinity.units.unit import Unit
 
 
@@ -64,6 +67,8 @@ class Partition:
             self._gathers_of_experts = opened("gather experts", expert_ranks.copies)
             self._reduces_of_experts = opened("reduce experts", expert_ranks.copies)
         self._buckets = buckets
+        self._machine: MachineUnits | None = None
+        """What ranks have in common of their machine's memory; None where each has its own."""
         ranks.before_together(buckets.close)
         self._lanes = dict.fromkeys(
             [self._gathers, self._reduces, self._gathers_of_experts, self._reduces_of_experts]
@@ -93,6 +98,14 @@ class Partition:
                 'Init(..., process_group=mesh["dp"], pipeline_group=mesh["pp"]).'
             )
 
+    def open(self, blocks: Blocks, timeout_s: float) -> None:
+        """Take over the units of a finished model. blocks: in which they become resident, unless the ranks
+        have memory in common.
+        """
+        self.check_model()
+        if self._buckets.in_common:
+            self._machine = open_machine_units(self.ranks, self._units, blocks, timeout_s)
+
     def rounds(self, unit: Unit) -> bool:
         """See units.assembler.Assembler, as for the next ones."""
         return _is_gathered(unit) and self._buckets.codes(unit)
@@ -110,12 +123,16 @@ class Partition:
 
     def target_of(self, unit: Unit) -> FetchTarget:
         """See Assembler."""
+        if self._machine is not None:
+            return self._machine.share_of(unit) or unit
         return self._buckets.aside(unit) if self.rounds(unit) and not self._exact else unit
 
     def assemble(self, unit: Unit, job: Job, target: FetchTarget) -> Job:
         """See Assembler."""
         if not _is_gathered(unit):
             return job  # which brings all that there is of it
+        if self._machine is not None and target is unit:
+            target = self._machine.share_again(unit) or unit
         buckets, aside = self._buckets, None if target is unit else target
         exact = buckets.coding is not None and (self._exact or not buckets.codes(unit))
         if exact or not unit.record.holders.are_all:
@@ -195,6 +212,11 @@ class Partition:
         return moved
 
     @property
+    def shared_nbytes(self) -> int:
+        """Bytes of weights that were put together in memory that ranks share."""
+        return 0 if self._machine is None else self._machine.nbytes
+
+    @property
     def collectives(self) -> dict[str, int]:
         """Collectives, by kind, and agreements before them; see Stats."""
         return dict(sum((one.counts for one in self._lanes), Counter[str]()))
@@ -203,6 +225,8 @@ class Partition:
         """End the lanes of collectives, while everything that they use is still there."""
         for lane in self._lanes:
             lane.close()
+        if self._machine is not None:
+            self._machine.close()
 
 
 def open_partition(
@@ -218,13 +242,14 @@ def open_partition(
     """Return what several ranks do together; None where there is one. Every rank calls it. outgoing_share:
     has the memory in which units are put together; see Partition.
 
-    Raises: ConfigError as `codings` does.
+    Raises: ConfigError as `codings` and `shares_memory` do.
     """
     weights, gradients = codings(config, ranks, device)
+    in_common = shares_memory(config, ranks, device)
     if ranks.size == 1:
         return None
     most = ranks.least(config.gather_bucket_nbytes, "size buckets")
-    buckets = GatherBuckets(lane, device, outgoing_share, most, weights)
+    buckets = GatherBuckets(lane, device, outgoing_share, most, weights, in_common=in_common)
     return Partition(ranks, lane, device, timeline, units, expert_ranks, buckets, gradients)
 
 

@@ -114,6 +114,10 @@ class Stats:
     """Collectives of the ranks, by the kinds of `exchanged_nbytes`; and, as "agree", how often they had to
     agree on the next one, which was not foreseen.
     """
+    shared_nbytes: int = field(default=0, metadata=_TOTAL)
+    """Bytes of units that were put together in memory that the machine's ranks share, and not sent; see
+    Config.shared_memory.
+    """
     placement_revisions: int = field(default=0, metadata=_TOTAL)
     """How often it was decided anew which fields lie in host memory, and something moved."""
     placement_reason: str = ""
@@ -233,6 +237,8 @@ class Stats:
         if self.ranks > 1:
             exchanged = (f"{kind} {format_size(nbytes)}" for kind, nbytes in self.exchanged_nbytes.items())
             rows.append(("ranks exchanged", ", ".join(exchanged)))
+            if self.shared_nbytes:
+                rows.append(("in shared memory", f"{format_size(self.shared_nbytes)} of weights, not sent"))
             counted = (f"{kind} {number:,}" for kind, number in self.collectives.items())
             rows.append(("collectives", ", ".join(counted)))
         if self.predicted_step_s is not None:
@@ -397,6 +403,7 @@ def stats(model: nn.Module) -> Stats:
         ranks=engine.ranks.size,
         exchanged_nbytes=engine.partition.nbytes if engine.partition is not None else {},
         collectives=engine.partition.collectives if engine.partition is not None else {},
+        shared_nbytes=engine.partition.shared_nbytes if engine.partition is not None else 0,
         placement_revisions=engine.pins.revisions if engine.pins is not None else 0,
         placement_reason=engine.pins.reason if engine.pins is not None else "",
         device_budget_nbytes=ledger.limit_nbytes if ledger is not None else 0,

@@ -206,7 +206,8 @@ class Assembly(Job):
         self.name, self.local = unit.name, local
         self._flat: torch.Tensor | None = unit.flat
         self._part = unit.part_of_rank if aside is None else aside.flat
-        self._aside = aside
+        self.aside = aside
+        """Where the share is brought, if not to the unit's memory; None once it is over."""
         self.layout = unit.record.shard
         """How parameters lie in the share."""
         self._called_for: Callable[[Assembly], None] | None = called_for
@@ -244,7 +245,7 @@ class Assembly(Job):
 
     def end(self) -> None:
         """The values are there."""
-        self.done, self._aside = True, None
+        self.done, self.aside = True, None
 
 
 class Gathering(Collective):

@@ -18,6 +18,7 @@ from infinity.device.device import Device
 from infinity.gradients.coded import CodedGathering, ShareAside
 from infinity.gradients.coding import Coding
 from infinity.gradients.collectives import Assembly, CollectiveLane, Gathering
+from infinity.gradients.machine_gathering import MachineGathering
 from infinity.lane.fetch import FetchTarget
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import OutgoingShare
@@ -38,13 +39,15 @@ class GatherBuckets:
         outgoing_share: OutgoingShare,
         bucket_nbytes: int,
         coding: Coding | None = None,
+        *,
+        in_common: bool = False,
     ) -> None:
         """Begin without one. bucket_nbytes: the most bytes of several units; outgoing_share: has the memory
         in which they are put together, where the CPU computes. coding: by which their shares are sent; None:
-        as they are.
+        as they are. in_common: whether all ranks see where each brings its share, so that none is sent.
         """
         self._lane, self._device, self._outgoing_share = lane, device, outgoing_share
-        self.coding = coding
+        self.coding, self.in_common = coding, in_common
         self._setting_nbytes = bucket_nbytes
         self._window_nbytes = 0
         self._grown = 1
@@ -125,6 +128,8 @@ class GatherBuckets:
     ) -> Gathering:
         for one in assemblies:
             one.queued()
+        if self.in_common:
+            return MachineGathering(assemblies, self._lane, self._device)
         if self.coding is not None and not exact:
             return CodedGathering(assemblies, self._lane, self._device, self._outgoing_share, self.coding)
         takes_memory = self._device.is_host and (len(assemblies) > 1 or gathers.crossed_nbytes is not None)

@@ -340,7 +340,8 @@ class Ranks:
             self._control = self.channel()
         machines = [row[0] for row in self.of_all([this_machine()], "meeting")]
         near = [one for one, machine in enumerate(machines) if machine == machines[rank]]
-        self.local_rank, self.local_size = near.index(rank), len(near)  # on this machine
+        self.near = near  # those on this machine
+        self.local_rank, self.local_size = near.index(rank), len(near)
         self.grid = grid_of(machines)
         """How they lie on several machines; see [Note: two hops]."""
 

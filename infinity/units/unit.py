@@ -172,6 +172,10 @@ class Unit:
             release(parameter, stand_in)
             set_changes(parameter, self.changes)
 
+    def live_in(self, blocks: Blocks) -> None:
+        """Become resident in other blocks than it was opened with, before it has been."""
+        self._opened = self._opened._replace(blocks=blocks)
+
     @property
     def in_place(self) -> bool:
         """Whether the unit is always where it computes: being resident takes no memory and no transfer."""
@@ -195,7 +199,7 @@ class Unit:
         if memory is None and self._has_block:
             pass
         elif memory is None:
-            self._bind(self._opened.blocks.take(self.layout.numel, self.flat.dtype), None)
+            self._bind(self._opened.blocks.come(self.layout.numel, self.flat.dtype), None)
         elif memory is not self._memory:
             self._bind(wrap(memory, self.layout.numel, self.flat.dtype), memory)
         if self.record.on_device:

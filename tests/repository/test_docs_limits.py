@@ -367,6 +367,10 @@ TRIED = {
             lab.built[-1](input_ids=models.batch(0), attention_mask=torch.ones(2, 1, 16, 16)),
         ),
     ],
+    "`shared_memory` with `quantized_weights` or `expert_parallel`": [
+        lambda lab: lab.model(shared_memory=True, quantized_weights="int8"),
+        lambda lab: lab.model(shared_memory=True, expert_parallel=2),
+    ],
     '`expert_parallel` on an accelerator, with `experts="whole"`, or where it does not divide the ranks': [
         lambda lab: lab.model(expert_parallel=2, device="cuda"),
         lambda lab: lab.model(expert_parallel=2, experts="whole"),

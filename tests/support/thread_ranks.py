@@ -50,8 +50,8 @@ class Table:
         self.barrier, self.given = threading.Barrier(size), [None] * size
 
 
-def on_ranks(size, work):
-    """Run work(group) on so many ranks; return what each returns.
+def on_ranks(size, work, kind=ThreadGroup):
+    """Run work(group) on so many ranks; return what each returns. kind: the group's class.
 
     Raises: the first error of a rank.
     """
@@ -59,7 +59,7 @@ def on_ranks(size, work):
 
     def run(rank):
         try:
-            results[rank] = work(ThreadGroup(table, rank, size))
+            results[rank] = work(kind(table, rank, size))
         except threading.BrokenBarrierError:
             pass
         except BaseException as error:  # noqa: BLE001

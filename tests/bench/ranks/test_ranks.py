@@ -54,6 +54,13 @@ def test_each_number_of_ranks_has_its_peers_and_ours_once():
     ]
 
 
+def test_each_budget_is_also_measured_with_memory_in_common():
+    _, ours = cases([2], ["1GiB"], [], shared=True)
+    assert ours == RankCase("infinity", 2, "1GiB", shared=True)
+    assert ours.settings("1m", "backward")["shared_memory"]
+    assert ours.name == "Infinity, 1GiB, memory in common"
+
+
 def test_a_budget_for_all_holds_the_state_of_all_ranks():
     enough = RankCase("infinity", 2, "all").settings("1m", "backward")["host_memory"]
     assert enough > 16 * 900_000 + (2 << 30)

@@ -1,0 +1,239 @@
+"""Memory that the ranks of one machine have in common, without a name.
+
+[Note: nameless memory]
+One rank of a machine makes a file in memory (memfd), and passes its descriptor to the others over a socket
+in the abstract namespace: no folder has either, so nothing is left behind, whatever ends a rank. Each rank
+maps it whole, to write its own part. What it computes with it maps once more, privately: such a mapping shows
+what is in common until this rank changes it, and from then on a copy of that page. So no rank changes what
+another one computes with, by whatever way past torch. Neither is inherited by forks, and no core dump has
+them: one for each rank would have all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import secrets
+import socket
+import struct
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from infinity.errors import RanksError
+
+if TYPE_CHECKING:
+    from infinity.ranks.group import Ranks
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_FAILED = ctypes.c_void_p(-1).value
+_MAP_NORESERVE = 0x4000
+_MADV_REMOVE = 9
+_PEER = struct.Struct("3i")
+"""Of SO_PEERCRED: process, user, group."""
+_RANK = struct.Struct("=q")
+_PEER_S = 5.0
+"""Seconds in which one that has connected says which rank it is."""
+PAGE = mmap.PAGESIZE
+
+
+def has_nameless_memory() -> bool:
+    """Whether this system makes files in memory, and passes descriptors (Linux)."""
+    return hasattr(os, "memfd_create") and hasattr(socket, "SO_PEERCRED")
+
+
+class SharedMemory:
+    """A file in memory, mapped; see [Note: nameless memory]. It lives as long as any rank's mapping of it."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        """Map the file whole. descriptor: closed by `close`."""
+        self.nbytes = nbytes
+        self._closing = weakref.finalize(self, os.close, descriptor)
+        self._closing.atexit = False
+        self._descriptor = descriptor
+        _OPEN.add(self)
+        self._whole = _mapped(descriptor, 0, nbytes, mmap.MAP_SHARED)
+        self.address = ctypes.addressof(self._whole)
+        """Where this rank writes."""
+
+    def part(self, offset: int, nbytes: int) -> Any:
+        """Return a part of it as a buffer, to write what all see. The caller keeps this object alive."""
+        return (ctypes.c_char * nbytes).from_address(self.address + offset)
+
+    def private(self, offset: int, nbytes: int) -> Any:
+        """Return a part of it, from a page on, as a buffer of which changes are this rank's own. Its mapping
+        ends when nothing refers to the buffer.
+
+        Raises: OSError; ValueError once it is closed.
+        """
+        if not self._closing.alive:
+            raise ValueError("the memory that ranks share is closed, and nothing is brought there any more")
+        return _mapped(self._descriptor, offset, nbytes, mmap.MAP_PRIVATE | _MAP_NORESERVE)
+
+    def numbers(self, count: int) -> Any:
+        """Return the first 64-bit integers of it. The caller keeps this object alive."""
+        return (ctypes.c_uint64 * count).from_address(self.address)
+
+    def drop(self, offset: int, nbytes: int) -> None:
+        """Give the memory of a part back, whole pages, which are zero from then on.
+
+        Raises: OSError.
+        """
+        _advise(self.address + offset, nbytes, _MADV_REMOVE)
+
+    def send(self, peer: socket.socket) -> None:
+        """Pass the descriptor to a process."""
+        socket.send_fds(peer, [b"."], [self._descriptor])
+
+    def close(self) -> None:
+        """Close the descriptor; what is mapped stays."""
+        self._closing()
+
+
+def make_private(buffer: Any) -> None:
+    """Have every page of a private mapping be a copy, of what it shows now."""
+    for place in range(0, ctypes.sizeof(buffer), PAGE):
+        buffer[place] = buffer[place]  # the write makes the copy
+
+
+def _mapped(descriptor: int, offset: int, nbytes: int, flags: int) -> Any:
+    """Map a part of a file. Raises: OSError."""
+    address = _LIBC.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
+    if address == _FAILED:
+        raise _error(
+            f"cannot map {nbytes} bytes of shared memory (vm.max_map_count limits the mappings of a process: "
+            "one for each layer that is there)"
+        )
+    buffer = (ctypes.c_char * nbytes).from_address(address)
+    weakref.finalize(buffer, _unmap, os.getpid(), address, nbytes).atexit = False
+    _advise(address, nbytes, mmap.MADV_DONTFORK)
+    _advise(address, nbytes, mmap.MADV_DONTDUMP)
+    return buffer
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    if _LIBC.madvise(address, nbytes, advice):
+        raise _error(f"madvise {advice} of {nbytes} bytes of shared memory")
+
+
+def _error(what: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def _unmap(pid: int, address: int, nbytes: int) -> None:
+    if os.getpid() == pid:  # a forked child has not inherited it, and may have its own memory there
+        _LIBC.munmap(address, nbytes)
+
+
+_OPEN: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A fork has inherited descriptors, and would keep the memory after its parent's end."""
+    for memory in list(_OPEN):
+        memory.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def open_shared(ranks: Ranks, nbytes: int, timeout_s: float) -> SharedMemory:
+    """Return memory of `nbytes`, zero at first, that the ranks on this machine have in common. Every rank
+    calls it.
+
+    Raises: OSError where this machine has none; RanksError where that is so on another rank, or where a rank
+    does not come for it within the timeout.
+    """
+    first, what = ranks.near[0], "making the memory that ranks share"
+    memory, name = None, b""
+    with contextlib.ExitStack() as listens:
+        with ranks.together(what):
+            if ranks.rank == first:
+                memory, name = SharedMemory(_made(nbytes), nbytes), secrets.token_hex(16).encode()
+                listening = listens.enter_context(_listens(name, len(ranks.near)))
+        name = ranks.each(name, what)[first]
+        with ranks.together(what):
+            if memory is None:
+                return SharedMemory(_received(name, ranks.rank, timeout_s), nbytes)
+            _pass_on(listening, memory, set(ranks.near[1:]), timeout_s)
+    return memory
+
+
+def _made(nbytes: int) -> int:
+    descriptor = os.memfd_create("infinity", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, nbytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _listens(name: bytes, most: int) -> socket.socket:
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening.bind(b"\0infinity-" + name)
+    listening.listen(most)
+    return listening
+
+
+def _pass_on(listening: socket.socket, memory: SharedMemory, ranks: set[int], timeout_s: float) -> None:
+    """Give the descriptor to these ranks, as they come; to no other user.
+
+    Raises: RanksError naming those that have not come.
+    """
+    end_s = time.monotonic() + timeout_s
+    while ranks:
+        try:
+            listening.settimeout(max(end_s - time.monotonic(), 0.001))
+            peer, _ = listening.accept()
+            with peer:
+                peer.settimeout(_PEER_S)
+                ranks.discard(_answer(peer, memory))
+        except TimeoutError:
+            names = ", ".join(map(str, sorted(ranks)))
+            raise RanksError(
+                f"rank {names} did not come for the memory that the machine's ranks share within "
+                f"{timeout_s:.0f} s. Likely cause: it has ended, or runs in a container with a network of "
+                "its own; leave Config(shared_memory=True) out there"
+            ) from None
+
+
+def _answer(peer: socket.socket, memory: SharedMemory) -> int:
+    """Give one that has connected the descriptor; return its rank, -1 for one that is no rank."""
+    _, user, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    with contextlib.suppress(OSError):
+        said = peer.recv(_RANK.size) if user == os.geteuid() else b""
+        if len(said) == _RANK.size:
+            memory.send(peer)
+            return int(_RANK.unpack(said)[0])
+    return -1
+
+
+def _received(name: bytes, rank: int, timeout_s: float) -> int:
+    """Return the descriptor that the first rank of this machine passes on.
+
+    Raises: OSError where it cannot be reached.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as first:
+        first.settimeout(timeout_s)
+        first.connect(b"\0infinity-" + name)
+        first.sendall(_RANK.pack(rank))
+        _, descriptors, _, _ = socket.recv_fds(first, 1, 1)
+    if len(descriptors) != 1:
+        raise OSError(f"rank {rank} was given {len(descriptors)} descriptors of shared memory; expected one")
+    os.set_inheritable(descriptors[0], False)
+    return descriptors[0]

@@ -1,0 +1,151 @@
+"""What ranks that share their machine's memory do in the tests: all that other ranks do, and cases of it.
+
+    shared_run.py FOLDER CASE [CASE ...]  # launched by launches.forked
+
+Cases of ranks_run.py run as they are there, with Config(shared_memory=True) as the default: they compare with
+plain ranks in memory, which know nothing of it.
+"""
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import infinity
+import models
+import parity
+import ranks_run
+from infinity.engine.engine import engine_of_model
+from leftovers import held, left_since
+from machine_ranks import descriptors, mappings
+
+infinity.Config.__init__.__kwdefaults__["shared_memory"] = True
+
+
+def beside_plain(**fields):
+    """Train with memory in common and without: return what differs, the bytes of both, and what is left."""
+    before, shown = None, []
+    for shared in (False, True):
+        model = models.build("llama", **{"host_memory": "64MiB", "shared_memory": shared, **fields})
+        models.checkpointed(model, reentrant=False)
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        losses = ranks_run.train(model, optimizer, micro=2)
+        stats, flags = infinity.stats(model), list(mappings().values())
+        shown.append({"losses": losses, **model.state_dict(), **ranks_run.state_of(optimizer, model)})
+        del model, optimizer
+        gc.collect()
+        before = before or held()
+    (plain, ours), (exchanged, nbytes) = shown, (stats.exchanged_nbytes, stats.shared_nbytes)
+    return {
+        "different": [key for key, one in plain.items() if not ranks_run.same(one, ours[key])],
+        "exchanged": exchanged,
+        "shared": nbytes,
+        "said": "in shared memory" in repr(stats),
+        "flags": all({"dd", "dc"} <= one for one in flags) and bool(flags),
+        "left": [*left_since(before), *map(str, descriptors()), *mappings()],
+    }
+
+
+def kept_views():
+    """Keep views of weights over later steps, and change what one rank sees of a weight: return what was
+    wrong.
+    """
+    model, wrong, kept = models.build("llama", host_memory="64MiB"), [], []
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    layer = model.model.layers[0].self_attn.q_proj
+
+    def keep(module, _inputs):
+        kept.append((module.weight.detach()[3:], module.weight.detach()[3:].clone()))
+
+    hook = layer.register_forward_pre_hook(keep)
+    ranks_run.train(model, optimizer, steps=4)
+    hook.remove()
+    wrong += [f"view {number}" for number, (one, values) in enumerate(kept) if not torch.equal(one, values)]
+    wrong += ["the weight is as it was"] if torch.equal(kept[0][0], kept[-1][0]) else []
+    return {"wrong": wrong}
+
+
+def changed_past_autograd():
+    """Rank 1 changes a weight through .data in a forward: return what the ranks compute, and the errors."""
+    model = models.build("llama", host_memory="64MiB")
+    layer, seen = model.model.layers[0].self_attn.q_proj, []
+
+    def change(module, _inputs):
+        if dist.get_rank() == 1:
+            module.weight.data.view(-1)[:7].add_(1000)
+        dist.barrier()
+        seen.append(module.weight.detach().float().abs().max().item())
+        dist.barrier()
+
+    hook = layer.register_forward_pre_hook(change)
+    try:
+        ids = models.batch(0)
+        model(input_ids=ids, labels=ids).loss.backward()
+        infinity.AdamW(model.parameters()).step()
+    except (infinity.InfinityError, RuntimeError) as error:
+        return {"error_of_rank": f"{type(error).__name__}: {error}", "most": seen[0]}
+    finally:
+        hook.remove()
+    return {"error_of_rank": "none", "most": seen[0]}
+
+
+def refused(other, **fields):
+    """Return the error of ranks with these settings, of which `other` are rank 1's."""
+    try:
+        models.build("llama", host_memory="64MiB", **(other if dist.get_rank() == 1 else fields))
+    except infinity.ConfigError as error:
+        return {"said": str(error)}
+    return {"said": "none"}
+
+
+def killed(folder, *, when):
+    """Rank 1 is killed, or stops, in its third step; return what the others are told, and after how long."""
+    model = models.build("llama", host_memory="64MiB", timeout_s=8, gather_bucket=0)
+    optimizer, said = infinity.AdamW(parity.nothing_waits(model).parameters(), lr=1e-2), "none"
+    Path(folder, f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
+
+    def end(*_):
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP if when == "stopped" else signal.SIGKILL)
+
+    ranks_run.train(model, optimizer, steps=2)
+    layer = model.model.layers[1].mlp.up_proj
+    layer.register_full_backward_hook(end) if when == "backward" else layer.register_forward_pre_hook(end)
+    began = time.monotonic()
+    try:
+        ranks_run.train(model, optimizer, steps=2)
+    except infinity.RanksError as error:
+        said = str(error)
+    took_s = time.monotonic() - began
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(Path(folder, "1.pid").read_text()), signal.SIGKILL)
+    engine_of_model(model).close()
+    del model, optimizer, layer
+    gc.collect()
+    return {"said": said, "took_s": took_s, "left": [*map(str, descriptors()), *mappings()]}
+
+
+CASES = {
+    "beside plain": beside_plain,
+    "beside plain, nvme": lambda: beside_plain(**ranks_run.NVME),
+    "kept views": kept_views,
+    "changed past autograd": changed_past_autograd,
+    "other settings": partial(refused, {"shared_memory": False}),
+    "other machines": partial(refused, {}),
+    "killed in forward": lambda: killed(sys.argv[1], when="forward"),
+    "killed in backward": lambda: killed(sys.argv[1], when="backward"),
+    "stopped": lambda: killed(sys.argv[1], when="stopped"),
+}
+ranks_run.CASES.update(CASES)
+ranks_run.LAST.update({"killed in forward", "killed in backward", "stopped", "changed past autograd"})
+
+
+if __name__ == "__main__":
+    ranks_run.main(sys.argv[1], sys.argv[2:])
