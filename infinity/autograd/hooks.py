@@ -338,7 +338,7 @@ class Hooks:
         if not frames and graph_task() == -1:
             self._residency.meet()
         if self._residency.refused is not None:
-            self._residency.raise_refused()
+            self._residency.refusals.check()
         if not frames and self._counting:
             for one in self.followers:
                 one.ended(output)
@@ -547,7 +547,7 @@ class Hooks:
         self._arrived.clear()
         for call in self.backward_ended:
             call()
-        self._residency.raise_refused()
+        self._residency.refusals.check()
 
 
 def _differentiable(inputs: Any) -> list[torch.Tensor]:

@@ -64,7 +64,7 @@ def gathered(
             yield
         for engine in dict.fromkeys(units.values()):
             with engine.ranks.together("gathered"):
-                engine.residency.raise_refused()
+                engine.residency.refusals.check()
                 (_check_forms if write else _refuse_changes)(units)
         if write:
             for unit, engine in units.items():

@@ -219,11 +219,11 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     opens = opening(step.use for step in once.steps)
     placement = _place(sizes, setting, budget, _fetches(once, len(sizes.numels)), opens)
     copies_nbytes, records_nbytes = _lodged_nbytes(sizes, setting, budget, placement)
-    lodged_nbytes = copies_nbytes + records_nbytes
-    window -= lodged_nbytes
+    window -= copies_nbytes + records_nbytes
     of_host = _without_records(sizes, placement)
-    on_host = [key for key, tier in placement.items() if tier == "host"]
-    kept_nbytes = sum(sizes.field(*key, budget.tile_numel) for key in on_host)
+    kept_nbytes = sum(
+        sizes.field(*key, budget.tile_numel) for key, tier in placement.items() if tier == "host"
+    )
     stored = setting.nvme and setting.update == "forward"
     spills = _spills(script, of_host, budget.kept_nbytes - kept_nbytes) if stored else {}
     in_first = _spills(script, sizes, budget.kept_nbytes) if stored else {}
@@ -239,7 +239,6 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     offloaded = _offloaded(used, setting, room)
     in_place = [_in_place(unit, setting, placement) for unit in range(len(sizes.numels))]
     in_use = [_in_use(stage, sizes, in_place) for stage in outline.stages]
-    recomputed = [stage.recomputed for stage in outline.stages]
     gradients_there = _stored_gradients(outline, sizes, setting, in_first)
     return Demand(
         setting=setting,
@@ -256,8 +255,8 @@ def demand(outline: Outline, setting: Setting) -> Demand:
         kept_gradients_nbytes=kept_gradients,
         gradients_nbytes=sum(sizes.gradients),
         in_use_nbytes=max(in_use),
-        moments=tuple(peak_moments(in_use, recomputed, used)),
-        lodged_nbytes=lodged_nbytes,
+        moments=tuple(peak_moments(in_use, [stage.recomputed for stage in outline.stages], used)),
+        lodged_nbytes=copies_nbytes + records_nbytes,
         records_nbytes=records_nbytes,
         uses=len(trace),
     )

@@ -29,9 +29,10 @@ from infinity.planning.trace import Phase, Use
 from infinity.storage.memory import Ledger
 from infinity.timeline import Timeline
 from infinity.units.assembler import Assembler
-from infinity.units.changes import COMPARED_EVERY, came_too_late, would_be_lost
+from infinity.units.changes import COMPARED_EVERY, would_be_lost
 from infinity.units.device_updates import DeviceUpdates, bring_down
 from infinity.units.meeting import MeetingOfRanks
+from infinity.units.refusals import Refusals
 from infinity.units.routed_layers import RoutedLayers
 from infinity.units.stalls import stalls_of
 from infinity.units.unit import Unit
@@ -77,7 +78,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         """
         self.updates_at_fetch = True
         """Whether updates are pending until the next fetch, and not applied in the backward."""
-        self.refused: UnsupportedError | None = None  # for `raise_refused`
+        self.refusals = Refusals(lane, one_rank=assembler is None)
         self._assembler = assembler
         self._uses_of: dict[Phase, list[Use]] = {}
         self._meeting: MeetingOfRanks | None = None
@@ -301,7 +302,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         unit.residence.use()
 
     def _attach(self, unit: Unit, *, aside: bool = False) -> None:
-        self._refuse_late_change(unit)
+        self.refusals.look(unit)
         unit.attach(aside=aside)
         if self._on_host and not aside and unit.residence.uses % COMPARED_EVERY == 1:
             unit.changes.watch_all()
@@ -338,29 +339,6 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         with torch._C.DisableTorchFunctionSubclass():
             while held:
                 self.drop(held.pop(0))
-
-    def _refuse_change(self, unit: Unit, why: str) -> None:
-        """Note that a parameter was changed where it may not be, for `raise_refused`. The lane fails at once
-        where the parameter lies in place, since it is changed for good and its master is not, and on several
-        ranks, since the others have to be told.
-        """
-        self.refused = self.refused or UnsupportedError(why)
-        if unit.resident_in_place or self._assembler is not None:
-            self._lane.fail(self.refused)
-
-    def _refuse_late_change(self, unit: Unit) -> bool:
-        if (name := unit.changes.found_since()) is not None:
-            self._refuse_change(unit, came_too_late(name))
-        return name is not None
-
-    def raise_refused(self) -> None:
-        """See that no unit that was released since the last call had a changed parameter.
-
-        Raises: UnsupportedError naming the parameter that was changed.
-        """
-        refused, self.refused = self.refused, None
-        if refused is not None:
-            raise refused
 
     def hold_aside(self, unit: Unit, *, exact: bool = True) -> None:
         """Like `hold`, for a use outside a step (`gathered`). The caller may edit the values, so it gets a
@@ -434,7 +412,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         if self._timeline.recording:
             self._timeline.span("compute", unit.name, unit.residence.began_s, time.perf_counter())
         if (name := unit.changed()) is not None:
-            self._refuse_change(unit, would_be_lost(name))
+            self.refusals.refuse(unit, would_be_lost(name))
         unit.detach()
         self.release(unit)
 
@@ -500,8 +478,8 @@ class UnitResidency(Residency[Unit, UpdatePass]):
 
         Raises: UnsupportedError where a view has changed a parameter since it was released.
         """
-        if self._refuse_late_change(unit):
-            self.raise_refused()
+        if self.refusals.look(unit):
+            self.refusals.check()
         if not unit.pending:
             return
         residence = unit.residence

@@ -1,0 +1,41 @@
+"""Changes of parameters where they may not be made: kept as an error until the program can be told."""
+
+from __future__ import annotations
+
+from infinity.errors import UnsupportedError
+from infinity.lane.lane import StreamLane
+from infinity.units.changes import came_too_late
+from infinity.units.unit import Unit
+
+
+class Refusals:
+    """Keeps the first change that was refused. Used by the thread that computes."""
+
+    def __init__(self, lane: StreamLane, *, one_rank: bool) -> None:
+        """Nothing is refused yet. lane: stops where a change cannot be undone."""
+        self._lane, self._one_rank = lane, one_rank
+        self._refused: UnsupportedError | None = None
+
+    def refuse(self, unit: Unit, why: str) -> None:
+        """Note that a parameter was changed where it may not be, for `check`. The lane fails at once where
+        the parameter lies in place, since it is changed for good and its master is not, and on several ranks,
+        since the others have to be told.
+        """
+        self._refused = self._refused or UnsupportedError(why)
+        if unit.resident_in_place or not self._one_rank:
+            self._lane.fail(self._refused)
+
+    def look(self, unit: Unit) -> bool:
+        """Refuse a change of a unit that was made after its release; return whether there was one."""
+        if (name := unit.changes.found_since()) is not None:
+            self.refuse(unit, came_too_late(name))
+        return name is not None
+
+    def check(self) -> None:
+        """See that nothing was refused since the last call.
+
+        Raises: UnsupportedError naming the parameter that was changed.
+        """
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
