@@ -337,7 +337,7 @@ class Hooks:
             self._end_frame(frames[-1], output if ours else None)
         if not frames and graph_task() == -1:
             self._residency.meet()
-        if self._residency.refused is not None:
+        if self._residency.refusals.found:
             self._residency.refusals.check()
         if not frames and self._counting:
             for one in self.followers:

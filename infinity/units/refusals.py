@@ -14,16 +14,17 @@ class Refusals:
     def __init__(self, lane: StreamLane, *, one_rank: bool) -> None:
         """Nothing is refused yet. lane: stops where a change cannot be undone."""
         self._lane, self._one_rank = lane, one_rank
-        self._refused: UnsupportedError | None = None
+        self.found: UnsupportedError | None = None
+        """The first one."""
 
     def refuse(self, unit: Unit, why: str) -> None:
         """Note that a parameter was changed where it may not be, for `check`. The lane fails at once where
         the parameter lies in place, since it is changed for good and its master is not, and on several ranks,
         since the others have to be told.
         """
-        self._refused = self._refused or UnsupportedError(why)
+        self.found = self.found or UnsupportedError(why)
         if unit.resident_in_place or not self._one_rank:
-            self._lane.fail(self._refused)
+            self._lane.fail(self.found)
 
     def look(self, unit: Unit) -> bool:
         """Refuse a change of a unit that was made after its release; return whether there was one."""
@@ -36,6 +37,6 @@ class Refusals:
 
         Raises: UnsupportedError naming the parameter that was changed.
         """
-        refused, self._refused = self._refused, None
+        refused, self.found = self.found, None
         if refused is not None:
             raise refused

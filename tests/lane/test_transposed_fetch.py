@@ -1,4 +1,4 @@
-"""Fetches of what checkpoints have transposed, to an accelerator. Faked: the accelerator, as other memory of the host.
+"""Fetches of what checkpoints have transposed, to an accelerator. Faked: that, as other memory of the host.
 Trusted: how layouts are widened.
 """
 
