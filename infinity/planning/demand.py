@@ -218,8 +218,7 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     once = make_plan(trace_of(outline.script()), sizes.resident, window, hides=sizes.resident)
     opens = opening(step.use for step in once.steps)
     placement = _place(sizes, setting, budget, _fetches(once, len(sizes.numels)), opens)
-    copies_nbytes, records_nbytes = _lodged_nbytes(sizes, setting, budget, placement)
-    lodged_nbytes = copies_nbytes + records_nbytes
+    lodged_nbytes, records_nbytes = _lodged_nbytes(sizes, setting, budget, placement)
     window -= lodged_nbytes
     of_host = _without_records(sizes, placement)
     on_host = [key for key, tier in placement.items() if tier == "host"]
@@ -349,8 +348,8 @@ def _staying_nbytes(sizes: _Sizes, setting: Setting, unit: int) -> int:
 
 
 def _lodged_nbytes(sizes: _Sizes, setting: Setting, budget: Budget, placement: Placement) -> tuple[int, int]:
-    """Return the bytes of what lives on the device: of weights, and of whole records, with the gradients that
-    stay there and what updates there need.
+    """Return the bytes of all that lives on the device, and of whole records among it, with the gradients
+    that stay there and what updates there need.
     """
     copies = records = 0
     for unit, resident_nbytes in enumerate(sizes.resident):
@@ -360,7 +359,7 @@ def _lodged_nbytes(sizes: _Sizes, setting: Setting, budget: Budget, placement: P
         elif placement.get((unit, "hi")) == "device":
             copies += resident_nbytes
     scratch = scratch_nbytes(setting.device_nbytes or 0, max(sizes.resident)) if records else 0
-    return copies, records + scratch
+    return copies + records + scratch, records + scratch
 
 
 def _without_records(sizes: _Sizes, placement: Placement) -> _Sizes:
