@@ -321,8 +321,8 @@ def _place(sizes: _Sizes, setting: Setting, budget: Budget, once: Sequence[int],
             whole = updates > 0 and sizes.schema.is_updated_on_device
             beside = _staying_nbytes(sizes, setting, unit) * (name == sizes.schema.fields[-1])
             lasts = not updates
-            rises = {"whole": whole, "beside_nbytes": beside, "opens": opens}
-            candidates.append(Candidate(unit, name, nbytes, reads, updates, lasts, **rises))
+            of_tiers = lasts, True, None, whole, beside, opens
+            candidates.append(Candidate(unit, name, nbytes, reads, updates, *of_tiers))
     room = 0 if setting.device_nbytes is None or setting.ranks > 1 else setting.device_nbytes
     scratch = scratch_nbytes(room, max(sizes.resident)) if any(one.whole for one in candidates) else 0
     on_device = max(0, room - 2 * max(sizes.resident))
