@@ -171,10 +171,9 @@ class Hooks:
         return bool(self._frames) or graph_task() != -1
 
     def used_once(self, unit: Unit) -> bool:
-        """Whether no backward needs a unit, or brings gradients of it, once all of these have come: at most
-        one forward since the last step has used it, and nothing in it is frozen.
-        """
-        with torch._C.DisableTorchFunctionSubclass():  # whether it trains is no value: no guard is asked
+        """Whether a unit is needed no more, and gets no gradient, once it has one of each parameter."""
+        # At most one forward since the last step has used it, and nothing in it is frozen.
+        with torch._C.DisableTorchFunctionSubclass():  # that it trains is no value: no guard is asked
             return self._forward_uses.get(unit, 0) <= 1 and _all_trainable((unit,))
 
     def begin_step(self) -> None:
@@ -271,10 +270,8 @@ class Hooks:
         """Return the inputs whose gradients end holds, and the hooks that pack weights, of a forward that
         builds a graph.
         """
-        if task != -1:
-            return inputs, None
-        pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if pair is not None and _is_hook_of_checkpoint(pair[0]):
+        pair = None if task != -1 else torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if task != -1 or (pair is not None and _is_hook_of_checkpoint(pair[0])):
             return inputs, None
         if pair is None or getattr(pair[0], "infinity", None) is not self:
             return None, self._packing(*((_where_it_is, _unchanged) if pair is None else pair))

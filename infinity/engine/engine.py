@@ -360,7 +360,7 @@ class Engine:
                 self.residency.before_routed_fetch.append(self.pins.admit)
         if self.pins is not None and self._lodges:
             shortage = Shortage(self.device, self.pins.empty_device)
-            self.hooks.forward_began.extend((shortage.look, self.pins.forward_began))
+            self.hooks.forward_began.extend([shortage.look, self.pins.forward_began])
             self.hooks.round_began.append(shortage.look)
 
     def _meet_for(self, chosen: list[Unit]) -> list[Unit]:

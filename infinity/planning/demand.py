@@ -218,8 +218,8 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     once = make_plan(trace_of(outline.script()), sizes.resident, window, hides=sizes.resident)
     opens = opening(step.use for step in once.steps)
     placement = _place(sizes, setting, budget, _fetches(once, len(sizes.numels)), opens)
-    copies_nbytes, records_nbytes = _lodged_nbytes(sizes, setting, budget, placement)
-    window -= copies_nbytes + records_nbytes
+    lodged_nbytes, records_nbytes = _lodged_nbytes(sizes, setting, budget, placement)
+    window -= lodged_nbytes
     of_host = _without_records(sizes, placement)
     kept_nbytes = sum(
         sizes.field(*key, budget.tile_numel) for key, tier in placement.items() if tier == "host"
@@ -256,7 +256,7 @@ def demand(outline: Outline, setting: Setting) -> Demand:
         gradients_nbytes=sum(sizes.gradients),
         in_use_nbytes=max(in_use),
         moments=tuple(peak_moments(in_use, [stage.recomputed for stage in outline.stages], used)),
-        lodged_nbytes=copies_nbytes + records_nbytes,
+        lodged_nbytes=lodged_nbytes,
         records_nbytes=records_nbytes,
         uses=len(trace),
     )
@@ -321,8 +321,8 @@ def _place(sizes: _Sizes, setting: Setting, budget: Budget, once: Sequence[int],
             whole = updates > 0 and sizes.schema.is_updated_on_device
             beside = _staying_nbytes(sizes, setting, unit) * (name == sizes.schema.fields[-1])
             lasts = not updates
-            rises = {"whole": whole, "beside_nbytes": beside, "opens": opens}
-            candidates.append(Candidate(unit, name, nbytes, reads, updates, lasts, **rises))
+            of_tiers = lasts, True, None, whole, beside, opens
+            candidates.append(Candidate(unit, name, nbytes, reads, updates, *of_tiers))
     room = 0 if setting.device_nbytes is None or setting.data_ranks > 1 else setting.device_nbytes
     scratch = scratch_nbytes(room, max(sizes.resident)) if any(one.whole for one in candidates) else 0
     on_device = max(0, room - 2 * max(sizes.resident))
@@ -348,8 +348,8 @@ def _staying_nbytes(sizes: _Sizes, setting: Setting, unit: int) -> int:
 
 
 def _lodged_nbytes(sizes: _Sizes, setting: Setting, budget: Budget, placement: Placement) -> tuple[int, int]:
-    """Return the bytes of what lives on the device: of weights, and of whole records, with the gradients that
-    stay there and what updates there need.
+    """Return the bytes of all that lives on the device, and of whole records among it, with the gradients
+    that stay there and what updates there need.
     """
     copies = records = 0
     for unit, resident_nbytes in enumerate(sizes.resident):
@@ -359,7 +359,7 @@ def _lodged_nbytes(sizes: _Sizes, setting: Setting, budget: Budget, placement: P
         elif placement.get((unit, "hi")) == "device":
             copies += resident_nbytes
     scratch = scratch_nbytes(setting.device_nbytes or 0, max(sizes.resident)) if records else 0
-    return copies, records + scratch
+    return copies + records + scratch, records + scratch
 
 
 def _without_records(sizes: _Sizes, placement: Placement) -> _Sizes:

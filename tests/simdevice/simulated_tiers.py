@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -217,6 +218,7 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         "on_device": seen[-1].device_nbytes,
         "tiers": sorted({tier for unit in seen[-1].units for _, tier in unit.tiers}),
         "waits_of_clipping": of_clipping,
+        "waits_of_caller": simulator.waits_of(threading.get_native_id()),
         "waits_of_backward": [after - before for before, after in itertools.pairwise(waits)],
         "plan": seen[-1].plan.splitlines()[0],
         "timeline": timeline,

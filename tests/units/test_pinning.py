@@ -366,6 +366,9 @@ class Tier:
     def __init__(self, room_nbytes):
         self.room_nbytes, self.lodgers = room_nbytes, []
 
+    def opening(self):
+        return 0
+
     def gradients_nbytes(self, unit):
         return None  # no whole record
 
@@ -467,6 +470,9 @@ class NoRoom:
     """A device on which no unit lives."""
 
     room_nbytes = scratch_nbytes = 0
+
+    def opening(self):
+        return 0
 
     def gradients_nbytes(self, unit):
         return None
