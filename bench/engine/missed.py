@@ -1,94 +1,111 @@
-"""What an optimizer's step takes of the computing thread for slices that it does not use.
+"""What noting the steps that slices of stacks miss takes of the computing thread.
 
     python -m infinity.bench.engine.missed --nvme DIR
 
-Models of experts with almost no bytes or arithmetic: tokens use a few hundred of their slices, whatever there
-are. Measured are `optimizer.step()` and `zero_grad()`, by the computing thread's own seconds.
+Steps of an optimizer over stacks of 1,000 slices each, of which each step uses some, by chance: looking for
+gradients, and noting the step for all others. Slices are parameters; their units are stand-ins without
+records, so that what a pass over a record costs is no part of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
-import tempfile
 import time
+from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from rich.console import Console
+from torch import nn
 
-import infinity
 from infinity.bench.arguments import positive
 from infinity.bench.findings import Column, Findings, asked, command, run_command
-from infinity.engine import construction
-from infinity.engine.engine import engine_of_model
-from infinity.tiling import TiledExperts
+from infinity.optim.missed import MissedStep, MissedSteps, Slice
+from infinity.records.update_rules import ADAMW
+from infinity.records.updates import MissedUpdates, PendingUpdates
 
-_SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "head_dim": 8}
-_SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2}
-_TOKENS = 4
+_OF_STACK = 1000
+_OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "params": []}
+_RECORD = SimpleNamespace(is_elsewhere=False, schema=SimpleNamespace(state_dtype="fp32"))
 
 
-def measured(slices: int, options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Return the seconds of this thread that a step of a model with so many slices takes, and those of them
-    that it uses.
-    """
-    import transformers
+class _Slice:
+    """Stands for a unit with one parameter."""
 
-    config = transformers.MixtralConfig(
-        **_SIZES, num_hidden_layers=options.layers, num_local_experts=max(1, slices // options.layers)
-    )
-    torch.manual_seed(0)
-    as_slices = mock.patch.object(construction, "LEAST_SLICE_NBYTES", 1)  # each expert, however small
-    with as_slices, infinity.Init(nvme=folder, host_memory=options.host_memory):
-        model = transformers.MixtralForCausalLM(config)
-    optimizer = infinity.AdamW(model.parameters(), lr=1e-4)
-    tiles = [tile for one in model.modules() if isinstance(one, TiledExperts) for tile in one.tiles]
-    engine, seconds = engine_of_model(model), []
-    of_slices = {engine.parameters.unit_of(one)[0].index for tile in tiles for one in tile.parameters()}
-    for number in range(options.steps + 2):
-        random = torch.Generator().manual_seed(number)
-        ids = torch.randint(_SIZES["vocab_size"], (1, _TOKENS), generator=random)
-        model(input_ids=ids, labels=ids).loss.backward()
+    record = _RECORD
+
+    def __init__(self, index: int) -> None:
+        self.index, self.parameter = index, nn.Parameter(torch.zeros(1))
+        self._pending = PendingUpdates()
+        self._owed: MissedUpdates | None = None
+
+    def owe(self, _index: int, missed: MissedUpdates) -> None:
+        self._owed = missed
+
+    @property
+    def pending(self) -> PendingUpdates:
+        if self._owed is not None:
+            missed, self._owed = self._owed, None
+            missed.tell(self._pending, self.parameter)
+        return self._pending
+
+
+def measured(count: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the seconds of this thread that a step with so many slices takes."""
+    units: list[Any] = [_Slice(index) for index in range(count)]
+    slices = [Slice(one.parameter, one, 0, 0, number, True) for number, one in enumerate(units)]
+    stacks: Sequence[list[Slice]] = [slices[at : at + _OF_STACK] for at in range(0, count, _OF_STACK)]
+    parameters, steps = [one.parameter for one in units], MissedSteps()
+    steps.know(1, lambda: stacks, {})
+    seconds, draw, grad = [], random.Random(0), attrgetter("grad")  # noqa: S311 - no secret
+    for _ in range(options.steps + 1):
+        used = draw.sample(units, max(1, int(count * options.used)))
+        for one in used:
+            one.pending.clear()  # its use has told it, and applied it
+            one.parameter.grad = torch.zeros(1)
         began = time.thread_time()
-        optimizer.step()
-        optimizer.zero_grad()
+        having = [
+            one for one, found in zip(parameters, map(grad, parameters), strict=True) if found is not None
+        ]
+        steps.look(set(map(id, having)))
+        for _unit in steps.due():
+            pass
+        steps.note(MissedStep(1.0, 0), lambda _: (ADAMW, _OPTIONS))
+        for parameter in having:
+            parameter.grad = None
         seconds.append(time.thread_time() - began)
-    used = sum(engine.residency.frequencies.uses(one) for one in of_slices) / 2
-    return {"slices": len(of_slices), "used": used, "step": statistics.median(seconds[2:])}
+    return {"slices": count, "used": len(used), "step": statistics.median(seconds[1:])}
 
 
-def _measure(options: argparse.Namespace, folder: Path, console: Console) -> Findings:
-    rows = []
-    for slices in options.slices:
-        with console.status(f"{slices:,} slices"), tempfile.TemporaryDirectory(dir=folder) as own:
-            rows.append(measured(slices, options, own))
-    first, lines = rows[0], []
-    for row in rows[1:]:
-        each = 1e6 * (row["step"] - first["step"]) / (row["slices"] - first["slices"])
-        lines.append(f"{row['slices']:,} slices: {each:.2f} µs for each that is not used")
+def _measure(options: argparse.Namespace, _folder: Path, console: Console) -> Findings:
+    with console.status("noting"):
+        rows = [measured(count, options) for count in options.slices]
     return Findings(
-        title="A step of the optimizer, by the slices of the model",
+        title="Noting a step for slices that it does not use",
         rows=rows,
         columns=[
             Column("slices", "slices"),
-            Column("used", "used", lambda count: f"{count:.0f}"),
+            Column("used", "used"),
             Column("step", "step", lambda seconds: f"{1e3 * seconds:.2f} ms"),
         ],
-        verdicts=lines,
+        verdicts=[
+            f"{one['slices']:,} slices: {1e6 * one['step'] / one['slices']:.3f} µs each" for one in rows
+        ],
         options=asked(options),
     )
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure, and show."""
-    parser = command("engine.missed", "what an optimizer's step takes for slices that are not used")
+    parser = command("engine.missed", "what noting steps for slices that are not used takes of a CPU")
     add = parser.add_argument
-    add("--slices", type=positive, nargs="+", default=[400, 10_000, 100_000], metavar="N", help="how many")
-    add("--layers", type=positive, default=50, metavar="N", help="that have them; 50")
-    add("--host-memory", default="64MiB", metavar="SIZE", help="of each model; 64MiB")
+    add("--slices", type=positive, nargs="+", default=[1_000, 10_000, 100_000], metavar="N", help="how many")
+    add("--used", type=float, default=0.02, metavar="SHARE", help="that a step uses; 0.02")
     add("--steps", type=positive, default=9, metavar="N", help="measured; 9")
     run_command(parser, arguments, _measure)
 

@@ -236,7 +236,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         those that had one in the last such step, too. found: the id() of each parameter with a gradient.
         """
         engines = list(self._engines.values())
-        known = len(self.mine), tuple((id(one), len(one.arrivals.stacks)) for one in engines)
+        known = id(self._counts), len(self.mine), *((id(one), len(one.arrivals.stacks)) for one in engines)
         self._missed.know(known, lambda: map(self._slices_of, _stacks(engines)), self._counts)
         return self._missed.look(found)
 
@@ -246,7 +246,8 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             Slice(
                 one,
                 *place.engine.parameters.unit_of(one),
-                place,
+                place.group,
+                place.position,
                 not self.steps_whole(one),
             )
             for one in stack
@@ -258,7 +259,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         for one in begin:
             _check_unused(one.unit)
             if id(one.parameter) not in self._begun or one.unit.record.in_files is not None:
-                self.make_room(one.place.engine, one.parameter)
+                self.make_room(self.mine[id(one.parameter)].engine, one.parameter)
             one.unit.values_changed()
         begun = self._missed.note(MissedStep(clip, self.seed), self._options_of)
         self._decided.difference_update([one.unit for one in begun if one.unit.owes_all])
@@ -453,6 +454,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         Raises: ValueError, with nothing changed, if groups or shapes do not match.
         """
         check_current(self, "load_state_dict()")
+        self._missed.tell_all()
         state_dict = cut_state(state_dict, [group["params"] for group in self.param_groups])
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]

@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from infinity import kernels
-from infinity.optim.ownership import ParameterPlace
 from infinity.records.update_rules import Recipe
 from infinity.records.updates import PendingUpdates, Update
 from infinity.units.unit import Unit
@@ -42,12 +41,16 @@ def most_misses(unit: Unit) -> int:
 
 
 class Slice(NamedTuple):
-    """One parameter of a stack, and where it is."""
+    """One parameter of a stack, and where it is. It leads to no engine: passes that are under way have units,
+    which lead to what they have missed.
+    """
 
     parameter: nn.Parameter
     unit: Unit
     index: int
-    place: ParameterPlace
+    group: int
+    position: int
+    """Of its optimizer: the param group, and the place in the order of all parameters."""
     may_wait: bool
     """Whether steps that it misses may wait and be made together: see Update.may_miss."""
 
@@ -99,7 +102,7 @@ class Stack:
         self._slices, self._counts = list(slices), counts
         self._parameters = [one.parameter for one in slices]
         self._numbers = {id(one.parameter): number for number, one in enumerate(slices)}
-        self._groups = {one.place.group: one.parameter for one in reversed(slices)}
+        self._groups = {one.group: one.parameter for one in reversed(slices)}
         self._steps: list[MissedStep] = []
         self._dropped = 0
         """Steps before the first of these."""
@@ -192,14 +195,14 @@ class Stack:
 
     def _missed(self, one: Slice, before: Update | None, since: int, begun: int) -> Update:
         """Return what is pending for a slice with all that it missed since, before which it had `begun`."""
-        steps, group = self._steps[since - self._dropped :], one.place.group
+        steps, group = self._steps[since - self._dropped :], one.group
         rounds = one.unit.record.schema.state_dtype != "fp32"
         past = (id(before), since, group, begun)
         if not rounds and (shared := self._shared.get(past)) is not None:
             return shared[1]
         missed = []
         for count, step in enumerate(steps, begun + 1):
-            key = kernels.state_key(step.seed, one.place.position, count) if rounds else 0
+            key = kernels.state_key(step.seed, one.position, count) if rounds else 0
             missed.append((step.scalars(group, count), key))
         if before is None:
             after = Update.of_zeros(missed, steps[0].recipe(group))

@@ -10,7 +10,6 @@ from torch import nn
 from infinity import kernels
 from infinity.optim import missed
 from infinity.optim.missed import MissedStep, MissedSteps, Slice, Stack
-from infinity.optim.ownership import ParameterPlace
 from infinity.records.update_rules import ADAMW
 from infinity.records.updates import PendingUpdates, Update
 
@@ -36,10 +35,7 @@ class FakeUnit:
 
 
 def sliced(*units, index=0, may_wait=True):
-    return [
-        Slice(one.parameters[index], one, index, ParameterPlace(None, number, 0), may_wait)
-        for number, one in enumerate(units)
-    ]
+    return [Slice(one.parameters[index], one, index, 0, number, may_wait) for number, one in enumerate(units)]
 
 
 def noted(stack, *found, clip=1.0, options=OPTIONS, seed=3):
