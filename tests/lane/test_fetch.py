@@ -1,7 +1,6 @@
 """The walk that fetches and updates, on a real lane. Faked: the disk. Trusted: the reference recipe."""
 
 import math
-import random
 from types import SimpleNamespace
 
 import pytest
@@ -11,12 +10,10 @@ from torch import nn
 from fakes import FakeDisk
 from infinity.device.blocks import HostBlocks
 from infinity.device.device import CpuDevice
-from infinity.engine import layouts
 from infinity.errors import CorruptionError
 from infinity.kernels import AdamWScalars, state_key
-from infinity.lane.fetch import FetchAndUpdatePass, FetchPass, UpdatePass, fetch_of
+from infinity.lane.fetch import FetchAndUpdatePass, FetchPass, UpdatePass
 from infinity.lane.lane import StreamLane
-from infinity.lane.outgoing import OutgoingShare
 from infinity.lane.passes import ReadPass, SpillPart, SpillPass, WritePass
 from infinity.planning.layout import RecordSchema, lay_out, shard_of
 from infinity.records.record import Record, Traffic
@@ -24,11 +21,8 @@ from infinity.records.updates import PendingUpdates, Update
 from infinity.reference import ReferenceAdamW
 from infinity.reference import recipe as reference
 from infinity.reference.moments import widened
-from infinity.storage.checkpoint_store import CheckpointStore
 from infinity.storage.memory import Ledger, Pool, view
-from infinity.storage.packed import MX_BLOCK, FileRange, Stack4
-from infinity.storage.store import DONE, HostStore
-from infinity.timeline import Timeline
+from infinity.storage.store import HostStore
 from infinity.units.unit import Unit
 
 TILE = 4096
@@ -556,47 +550,3 @@ def test_an_update_in_host_memory_of_moments_written_in_part_goes_by_tiles_and_i
     setup.fetch()
     setup.assert_same_record()
     setup.assert_same_weights()
-
-
-class Elsewhere(CpuDevice):
-    """Computes in other memory than the host's, which happens to be beside it."""
-
-    def __init__(self):
-        super().__init__()
-        self.is_host = False
-
-    def upload(self, flat, start, address, numel):
-        nbytes = numel * flat.itemsize
-        view(flat.data_ptr() + start * flat.itemsize, nbytes)[:] = view(address, nbytes)
-        return DONE
-
-
-@pytest.mark.disk
-@pytest.mark.parametrize("share", ["room", "no room"])
-def test_what_its_file_has_transposed_goes_to_an_accelerator_in_one_reading_where_there_is_room(
-    folder, share
-):
-    rows, cols, count = 512, 512, 2
-    codes, scales = rows * cols // 2 * count, rows * cols // MX_BLOCK * count
-    path, noise = folder / "stack", random.Random(5)
-    path.write_bytes(noise.randbytes(codes) + bytes(noise.randrange(110, 130) for _ in range(scales)))
-    weight = Stack4(FileRange(str(path), 0, codes), FileRange(str(path), codes, scales), rows, cols)
-    store, device, traffic = CheckpointStore(kind="threads"), Elsewhere(), Traffic()
-    record = Record(lay_out([("p", (weight.numel,))], TILE), TILE, traffic, schema=RecordSchema("fp32"))
-    record.lie_in(store, [weight])
-    flat, outgoing = torch.zeros(record.shard.numel, dtype=torch.bfloat16), OutgoingShare(device, Timeline())
-    outgoing.open(2 * weight.numel + (1 << 16) if share == "room" else TILE)
-    lane = StreamLane(Pool(TILE * 16, 3))
-    job = fetch_of(SimpleNamespace(record=record, base=0, flat=flat, pending=None), device, TILE, outgoing)
-    lane.submit(job)
-    lane.wait(job, finished=True)
-    tensors = [torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)]
-    (there,) = [FileRange("0", 0, codes + scales)]
-    same = Stack4(there.part(0, codes), there.part(codes, scales), rows, cols)
-    expected = layouts.widened(same, tensors, torch.Size([weight.numel]), torch.bfloat16)
-    assert torch.equal(flat[: weight.numel], expected)
-    packed = codes + scales
-    read = traffic.read["checkpoint", "hi"]
-    assert packed <= read < 1.3 * packed if share == "room" else read > 8 * packed
-    assert outgoing.held_nbytes == 0
-    store.close()
