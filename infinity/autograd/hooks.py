@@ -325,7 +325,7 @@ class Hooks:
         Raises: UnsupportedError naming a parameter that was changed.
         """
         frames, key, ours = self._frames, id(module), False
-        if self._at_once and key != frames[0].module and all(frame.module != key for frame in frames):
+        if self._at_once and all(frame.module != key for frame in frames):
             return
         if frames and key in frames[-1].covers and "forward" not in module.__dict__:
             return

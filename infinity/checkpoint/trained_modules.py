@@ -67,9 +67,9 @@ class TrainedModules:
             if tied:
                 raise ConfigError(
                     f"{name} was trained as a module of modules_to_save, and the base ties it to "
-                    f"{', '.join(tied)}, which was not trained with it: no file of the merged model can have "
-                    'both. Untie them in the base ("tie_word_embeddings": false in its config.json, and both '
-                    "weights in its files)."
+                    f"{', '.join(tied)}, which was not trained with it: they would have to be untied, which "
+                    'is not done. Untie them in the base ("tie_word_embeddings": false in its config.json, '
+                    "and both weights in its files), or merge in memory by PEFT's merge_and_unload()."
                 )
             rest.discard(key)
             self._places[name] = key, parameter.dtype

@@ -75,7 +75,8 @@ def _adapted(base: Any, folder: Path, modules: list[str]) -> tuple[Any, TrainedM
     wanted = peft.get_peft_model_state_dict(model, state_dict=hollow, save_embedding_layers=False).keys()
     if lacking := wanted - weights.keys():
         raise ConfigError(f"{folder}: its file lacks {min(lacking)} and {len(lacking) - 1} others")
-    if unknown := peft.set_peft_model_state_dict(model, weights).unexpected_keys:
+    put: Any = peft.set_peft_model_state_dict(model, weights)
+    if unknown := put.unexpected_keys:
         raise ConfigError(f"{folder}: {min(unknown)} of its file belongs to no adapter of the base")
     return model, trained
 

@@ -154,7 +154,10 @@ def test_what_an_adapters_file_lacks_or_has_in_another_shape_is_named_and_nothin
     assert not (folder / "merged").exists()
 
 
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:Model has `tie_word_embeddings=True`:UserWarning",
+    "ignore:Input and output embeddings are no longer tied:UserWarning",
+)
 def test_a_module_that_is_tied_to_one_that_was_not_trained_is_refused(folder):
     llama(folder, tie_word_embeddings=True)
     trained_whole(folder, ["embed_tokens"])
