@@ -493,7 +493,7 @@ def _data_ranks(options: argparse.Namespace) -> int:
 
     Raises: ConfigError where the ranks cannot be divided so.
     """
-    each = options.tensor_parallel * options.pipeline_parallel
+    each: int = options.tensor_parallel * options.pipeline_parallel
     if options.ranks % each:
         raise ConfigError(
             f"--ranks {options.ranks}: expected a multiple of --tensor-parallel {options.tensor_parallel} x "

@@ -82,6 +82,7 @@ def receive_weights(group: dist.ProcessGroup, source: int = 0) -> Iterator[Named
 def _weights(model: nn.Module, field: str) -> Iterator[Named]:
     """Yield all parameters, those that are offloaded by this field of their records, and buffers."""
     inventory = Inventory(model, None)
+    inventory.check_unmarked("infinity.stream_weights")
     stacks = inventory.stacks_of_weights
     filling: dict[str, tuple[torch.Tensor, int]] = {}
     for name, parameter in model.named_parameters():

@@ -433,9 +433,9 @@ class Construction:
                     "(nn.Sequential), inside Init, or leave tile_above out"
                 )
             self._sweep(root)
-        for module in [one for one in modules if isinstance(one, TiledExperts)]:
-            module.view_where(None)
-            module.join(UnsupportedError)
+        for experts in [one for one in modules if isinstance(one, TiledExperts)]:
+            experts.view_where(None)
+            experts.join(UnsupportedError)
         named = list(named_modules(roots))
         check_values(named)
         if self._mapped is not None:

@@ -69,7 +69,7 @@ def tensor_parallel(model: nn.Module, mesh: Any) -> nn.Module:
 def _resolved(model: Any, size: int) -> dict[str, str]:
     """Return the style of each module and parameter that the model's plan names, its layers one by one."""
     try:
-        from transformers.distributed import DistributedConfig
+        from transformers.distributed.configuration_utils import DistributedConfig
 
         resolve = model._resolve_parallel_plans  # noqa: SLF001 - what from_pretrained calls
     except (ImportError, AttributeError) as error:
@@ -134,7 +134,7 @@ def _divide(model: Any, name: str, module: nn.Module | None, style: str, mesh: A
         if one is not None:
             whole = distribute_tensor(one, mesh, [Replicate()], src_data_rank=None)
             module.register_parameter(own, nn.Parameter(whole, one.requires_grad))
-    module.forward = _on_local_tensors(module)  # type: ignore[method-assign]
+    module.forward = _on_local_tensors(module)
 
 
 def _on_local_tensors(module: nn.Module) -> Callable[..., Any]:
@@ -145,10 +145,10 @@ def _on_local_tensors(module: nn.Module) -> Callable[..., Any]:
 
     @wraps(forward)
     def computed(*args: Any, **kwargs: Any) -> Any:
-        own = dict(module._parameters)
+        own: dict[str, Any] = dict(module._parameters)
         for name, one in own.items():
             if one is not None:
-                module._parameters[name] = one.to_local(grad_placements=[Partial()])  # type: ignore[operator]
+                module._parameters[name] = one.to_local(grad_placements=[Partial()])
         try:
             return forward(*args, **kwargs)
         finally:

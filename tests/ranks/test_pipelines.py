@@ -40,8 +40,9 @@ DEEP = ["1f1b, bf16, tight, max_norm", "zero bubble, bf16, tight, clip_grad_norm
 OTHERS = ["unnamed", "wrong", "resumed", "overflow", "shared", "forgotten", "disagreeing", "default device"]
 ASSIGNED = ["assigned", "assigned one by one"]
 FROZEN = ["frozen first", "frozen last"]
+TOGETHER = ["together"]
 LAUNCHES = {
-    "two ranks": (2, 1, [*EXACT, *OTHERS, *ASSIGNED, *FROZEN]),
+    "two ranks": (2, 1, [*EXACT, *OTHERS, *ASSIGNED, *FROZEN, *TOGETHER]),
     "more": (2, 1, [*MORE, "resumed zero bubble"]),
     "dying": (2, 1, ["dying"]),
     "at once": (2, 1, ["at once"]),
@@ -158,6 +159,10 @@ def test_ranks_that_build_different_models_in_one_group_are_told_of_stages(answe
 
 def test_every_stage_goes_on_from_a_checkpoint_of_its_own(answers):
     assert [one["different"] for one in answers("two ranks", "resumed")] == [[], []]
+
+
+def test_stages_with_the_names_of_the_whole_save_it_to_one_folder(answers):
+    assert [one["different"] for one in answers("two ranks", "together")] == [[], []]
 
 
 def test_an_overflow_in_one_stage_leaves_the_step_out_in_all(answers):

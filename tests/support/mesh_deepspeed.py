@@ -170,6 +170,7 @@ def megatron(place):
     refused = []
     for call in (
         lambda: infinity.save_pretrained(model, f"{folder} exported"),
+        lambda: infinity.stream_weights(model, None),
         lambda: infinity.deepspeed.initialize(model=model, config=config),
     ):
         try:

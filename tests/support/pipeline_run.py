@@ -521,7 +521,28 @@ def frozen_stage(place, *, number):
     }
 
 
+def together(place):
+    """Save stages, whose names are those of the whole, to one folder; return what one process lacks of it."""
+    groups = {"process_group": place.data, "pipeline_group": place.pipeline}
+    own = {"nvme": place.folder, "host_memory": TIGHT, "dtype": "bf16"}
+    with infinity.Init(**own, **groups):
+        stages = nn.ModuleDict({str(place.rank): PipelineStageModel(place.rank, place.ranks)})
+    optimizer = infinity.AdamW(stages.parameters(), lr=0.01)
+    train(place, "1f1b", stages.values(), optimizer, steps=2)
+    folder = Path(place.folder, "together")
+    infinity.save(stages, optimizer, folder)
+    mine = place.of_all(stages.state_dict())
+    alone = [dist.new_group([number]) for number in range(dist.get_world_size())][dist.get_rank()]
+    with infinity.Init(**own, process_group=alone):
+        whole = nn.ModuleDict({str(one): PipelineStageModel(one, place.ranks) for one in range(place.ranks)})
+    infinity.load(whole, infinity.AdamW(whole.parameters()), folder)
+    state = whole.state_dict()
+    expected = {name: one for part in mine for name, one in part.items()}
+    return {"different": [name for name in expected | state if not torch.equal(expected[name], state[name])]}
+
+
 OTHERS = {
+    "together": together,
     "frozen first": partial(frozen_stage, number=0),
     "frozen last": partial(frozen_stage, number=1),
     "unnamed": unnamed,

@@ -55,7 +55,7 @@ def test_a_plan_of_a_mesh_says_what_a_rank_has_and_what_crosses_which_link(tmp_p
 
 def test_without_a_number_there_are_as_many_ranks_as_divide_the_model():
     _, said = ask(*TRAINING, *LINKS, "--tensor-parallel", "2", "--pipeline-parallel", "2")
-    assert "25.1 M parameters on 4 ranks" in said
+    assert "25.6 M parameters on 4 ranks" in said
     assert "data 1 x tensor 2 x pipeline 2" in said
 
 
