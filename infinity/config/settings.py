@@ -99,8 +99,8 @@ class Config:
         about half, or a quarter, of the bytes of 16-bit ones. Of several machines the sums of each are sent
         on so, too. None: in their own type.
     shared_memory: whether the ranks of one machine have memory in common: each brings its share of a layer to
-        where all see it, so that weights in use exist once, and none are sent between ranks. Results are the
-        same; for Linux, and where the CPU computes.
+        where all see it, so that weights in use exist once, and none are sent between ranks; and so do large
+        buffers. Results are the same; for Linux, and where the CPU computes.
     timeout_s: seconds that a rank waits for the others before it fails, and names those that are missing.
     sequence_parallel: ranks that share each sequence (Ulysses; see infinity.sequence_parallel), for models of
         transformers: 4 of 8 ranks train two sequences at once, each on a quarter of its tokens. All ranks

@@ -587,6 +587,7 @@ class Construction:
         if self._engine.expert_ranks is not None:
             check_divided(units, routed, self._engine.expert_ranks.size)
         opened = self._engine.open(units, routed, chosen_records(named, units_of))
+        self._engine.share_buffers(named)
         used_of = used_units(named, units_of, opened, joined)
         for _, module in named:
             if id(module) in used_of:

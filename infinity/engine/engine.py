@@ -474,6 +474,11 @@ class Engine:
                 pieces = whole.pieces() if whole.dim() == 2 else []
                 self._cut.update(id(one) for one in pieces if one.shape != whole.shape)
 
+    def share_buffers(self, named: Iterable[tuple[str, nn.Module]]) -> None:
+        """Have what modules keep beside parameters once on the machine, where ranks share its memory."""
+        if self.partition is not None:
+            self.partition.share_buffers(named, self.config.timeout_s)
+
     def is_cut(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter is one of several tiles of a matrix."""
         return id(parameter) in self._cut

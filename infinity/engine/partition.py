@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import xxhash
+from torch import nn
 
 from infinity.config.settings import Config
 from infinity.device.blocks import Blocks
@@ -28,9 +30,13 @@ from infinity.planning.plan import Plan
 from infinity.planning.queue import Job
 from infinity.ranks.group import Ranks
 from infinity.records.record import Record
+from infinity.sizes import format_size
 from infinity.timeline import Timeline
+from infinity.units.machine_buffers import share_buffers
 from infinity.units.machine_units import MachineUnits, open_machine_units
 from infinity.units.unit import Unit
+
+logger = logging.getLogger("infinity")
 
 
 class Partition:
@@ -105,6 +111,12 @@ class Partition:
         self.check_model()
         if self._buckets.in_common:
             self._machine = open_machine_units(self.ranks, self._units, blocks, timeout_s)
+
+    def share_buffers(self, modules: Iterable[tuple[str, nn.Module]], timeout_s: float) -> None:
+        """Have large buffers that are the same on all ranks once, where these have memory in common."""
+        if self._buckets.in_common:
+            nbytes = share_buffers(modules, self.ranks, timeout_s)
+            logger.info("%s of buffers lie once in memory that ranks share", format_size(nbytes))
 
     def rounds(self, unit: Unit) -> bool:
         """See units.assembler.Assembler, as for the next ones."""

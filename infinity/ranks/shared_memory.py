@@ -73,15 +73,16 @@ class SharedMemory:
         """Return a part of it as a buffer, to write what all see. The caller keeps this object alive."""
         return (ctypes.c_char * nbytes).from_address(self.address + offset)
 
-    def private(self, offset: int, nbytes: int) -> Any:
+    def private(self, offset: int, nbytes: int, *, forks: bool = False) -> Any:
         """Return a part of it, from a page on, as a buffer of which changes are this rank's own. Its mapping
-        ends when nothing refers to the buffer.
+        ends when nothing refers to the buffer. forks: whether forked processes have it, too.
 
         Raises: OSError; ValueError once it is closed.
         """
         if not self._closing.alive:
             raise ValueError("the memory that ranks share is closed, and nothing is brought there any more")
-        return _mapped(self._descriptor, offset, nbytes, mmap.MAP_PRIVATE | _MAP_NORESERVE)
+        flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+        return _mapped(self._descriptor, offset, nbytes, flags, forks=forks)
 
     def numbers(self, count: int) -> Any:
         """Return the first 64-bit integers of it. The caller keeps this object alive."""
@@ -109,7 +110,7 @@ def make_private(buffer: Any) -> None:
         buffer[place] = buffer[place]  # the write makes the copy
 
 
-def _mapped(descriptor: int, offset: int, nbytes: int, flags: int) -> Any:
+def _mapped(descriptor: int, offset: int, nbytes: int, flags: int, *, forks: bool = False) -> Any:
     """Map a part of a file. Raises: OSError."""
     address = _LIBC.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
     if address == _FAILED:
@@ -119,7 +120,8 @@ def _mapped(descriptor: int, offset: int, nbytes: int, flags: int) -> Any:
         )
     buffer = (ctypes.c_char * nbytes).from_address(address)
     weakref.finalize(buffer, _unmap, os.getpid(), address, nbytes).atexit = False
-    _advise(address, nbytes, mmap.MADV_DONTFORK)
+    if not forks:
+        _advise(address, nbytes, mmap.MADV_DONTFORK)
     _advise(address, nbytes, mmap.MADV_DONTDUMP)
     return buffer
 

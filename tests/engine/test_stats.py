@@ -27,6 +27,7 @@ GROWING = {
     "lane_s",
     "passes",
     "exchanged_nbytes",
+    "shared_nbytes",
     "collectives",
     "placement_revisions",
     "rounds",

@@ -55,10 +55,11 @@ def assert_beside_plain(one):
 
 
 def test_two_ranks_send_no_weights_and_train_the_same_bits_and_leave_nothing(tmp_path):
-    given = answers(tmp_path, 2, ["beside plain", "kept views", "other settings"])
+    given = answers(tmp_path, 2, ["beside plain", "kept views", "buffers", "other settings"])
     for one in given:
         assert_beside_plain(one["beside plain"])
         assert one["kept views"] == {**one["kept views"], "wrong": []}
+        assert one["buffers"] == {**one["buffers"], "wrong": [], "left": []}
         assert "rank 0: shared_memory=True; rank 1: shared_memory=False" in one["other settings"]["said"]
 
 
