@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.config.buckets import DEFAULT, bucket_nbytes
+from infinity.config.secondary import check_secondary
 from infinity.deprecation import warn_deprecated
 from infinity.errors import ConfigError, meant
 from infinity.planning.layout import RecordSchema
@@ -101,6 +102,10 @@ class Config:
     shared_memory: whether the ranks of one machine have memory in common: each brings its share of a layer to
         where all see it, so that weights in use exist once, and none are sent between ranks; and so do large
         buffers. Results are the same; for Linux, and where the CPU computes.
+    secondary_shard: each rank keeps a second part of the 16-bit weights in host_memory, of as many parts as
+        its machine has ranks ("machine"), or of so many as this says, which its neighbours among the ranks
+        have: from the first use of a step on they assemble layers from these (ZeRO++'s hpZ), and weights
+        cross between machines once per step. Results are the same. For stage=3. None: no second part.
     timeout_s: seconds that a rank waits for the others before it fails, and names those that are missing.
     sequence_parallel: ranks that share each sequence (Ulysses; see infinity.sequence_parallel), for models of
         transformers: 4 of 8 ranks train two sequences at once, each on a quarter of its tokens. All ranks
@@ -153,6 +158,7 @@ class Config:
     quantized_weights: str | None = None
     quantized_gradients: str | None = None
     shared_memory: bool = False
+    secondary_shard: str | int | None = None
     timeout_s: float = 600.0
     sequence_parallel: int = 1
     expert_parallel: int = 1
@@ -240,6 +246,7 @@ class Config:
             )
         self._check_quantized()
         self._check_shared()
+        check_secondary(self.secondary_shard, self.stage, self.expert_parallel)
         for name in ("sequence_parallel", "expert_parallel"):
             size = getattr(self, name)
             if type(size) is not int or size < 1:
@@ -275,6 +282,11 @@ class Config:
             raise ConfigError(
                 f"shared_memory=True with quantized_weights={self.quantized_weights!r}: ranks that see one "
                 "memory send each other no weights; leave one of the two out"
+            )
+        if self.secondary_shard is not None:
+            raise ConfigError(
+                f"shared_memory=True with secondary_shard={self.secondary_shard!r}: ranks that see one memory "
+                "assemble layers from no second parts; leave one of the two out"
             )
         if self.expert_parallel > 1:
             raise ConfigError(

@@ -314,6 +314,8 @@ class Engine:
         largest = max((unit.resident_nbytes for unit in self.units), default=0)
         self.budget = divide(self.budget.total_nbytes, largest, self.schema, on_device=self._on_device)
         self.kept.resize(self.budget.kept_nbytes)
+        if self.partition is not None:
+            self.partition.keep_second_parts(self.host_store, self.least_total)
         self.tier = self._open_device_tier(largest)
         ahead = self.tier.budget.window_nbytes if self.tier is not None else self.budget.ahead_nbytes
         if whole := self.config.stage < 3:
