@@ -16,7 +16,6 @@ from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
 from infinity.tensors import local
 
-
 _WHO = {
     "bf16": "AdamW, Adam, SGD, Adagrad and Lion",
     "int8": "AdamW, Adam, SGD, Adagrad and Lion",

@@ -36,7 +36,8 @@ class RecordSchema:
     optimizer's state.
 
     state_dtype: "fp32", "bf16", "int8" or "int4", of which `mv` has both moments of an element in a byte;
-    dtype: "bf16", "fp16" or "fp32". `hi` is what computes, whatever its type. grad16 and grad32 are a spilled gradient's two forms; an activation is a record of its own.
+    dtype: "bf16", "fp16" or "fp32". `hi` is what computes, whatever its type. grad16 and grad32 are a spilled
+    gradient's two forms; an activation is a record of its own.
     """
 
     def __init__(self, state_dtype: str, dtype: str = "bf16") -> None:

@@ -14,8 +14,10 @@ from infinity.planning.layout import RecordSchema
 def read_moments(
     schema: RecordSchema, numel: int, stored: Mapping[str, int], values: Mapping[str, int]
 ) -> None:
-    """Widen `numel` elements of those of `m` and `v` that `values` has addresses for, in fp32. stored: addresses
-    by field; what is not there, since no step has written it or no optimizer keeps it, counts as zero.
+    """Widen `numel` elements of those of `m` and `v` that `values` has addresses for, in fp32.
+
+    stored: addresses by field; what is not there, since no step has written it or no optimizer keeps it,
+    counts as zero.
     """
     if not schema.in_blocks:
         for name, to in values.items():

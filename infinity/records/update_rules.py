@@ -1,8 +1,8 @@
 """Update rules: the state that each optimizer keeps in a record, its scalars, and its kernel per schema.
 
 [Note: masters that are not split]
-AdamW has a kernel for each schema of a record, and so has every optimizer where moments are small. The other
-optimizers' kernels of fp32 moments work on split masters (hi, lo): in other schemas a part that fits the caches
+AdamW has a kernel for each schema of a record, and so has every optimizer where moments are small. The
+others' kernels of fp32 moments work on split masters (hi, lo): in other schemas a part that fits the caches
 is split, stepped and joined again, which loses no bit.
 """
 
@@ -218,9 +218,7 @@ _STATELESS = {
 ADAMW = Recipe(
     "AdamW", _ADAM_STATE, _adam_scalars, _ADAMW_KERNELS, frozenset(_ADAMW_KERNELS), tensor_steps.adamw
 )
-ADAM = Recipe(
-    "Adam", _ADAM_STATE, _adam_scalars, _ADAM_KERNELS, _summing(_ADAM_KERNELS), tensor_steps.adam
-)
+ADAM = Recipe("Adam", _ADAM_STATE, _adam_scalars, _ADAM_KERNELS, _summing(_ADAM_KERNELS), tensor_steps.adam)
 SGD = Recipe("SGD", {}, _plain_sgd_scalars, _STATELESS, tensors=tensor_steps.sgd)
 MOMENTUM = Recipe(
     "SGD",
