@@ -87,6 +87,13 @@
  * 2^127, become that.  In a block with an infinity or a NaN the scale is one too, and the other
  * elements' v become huge, so their weights stop moving.
  *
+ * [Note: 4-bit moments]
+ * As with 8 bits, in one byte for both, on coarser grids:
+ *   m       a sign (bit 3) and 3 bits c (0 to 2):  floats with 1 bit of mantissa, 2^22 apart in their bits
+ *   v       4 bits c (4 to 7):                     powers of two, 2^23 apart
+ * so that m spans 3 powers of two and v 14.  The 20 random bits are the highest of those below a grid
+ * step.  The powers of two have no NaN: a v that is NaN becomes infinite; its m stays NaN.
+ *
  * [Note: other recipes]
  * On fp32, in this order, each operation rounded by itself; a line with a condition is skipped where
  * that does not hold.  p is a split master, except for:

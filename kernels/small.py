@@ -84,7 +84,7 @@ def small_step(
     at: addresses by field: `hi` beside `lo` (bf16) or `master` (fp16), or alone (fp32); the moments `m` and
     `v`, or `mv`, both in a byte, of int4; and `scale` of int8 and int4: two fp32 for each STATE_BLOCK
     elements, counted from the range's first (8 bytes also for a shorter last one), m's, then v's. Memory of
-    zeros means moments of zero. `key` is `state_key` of this parameter's step, and `first` the first element's
+    zeros means moments of zero. `key` is `state_key` of this parameter's step, `first` the first element's
     index in its parameter. They alone determine the random bits: a range cut in two, of int8 and int4 at a
     multiple of STATE_BLOCK, each part with its own `first`, gives the same result. `sums` as in `adamw`.
     """
