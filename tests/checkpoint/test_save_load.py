@@ -469,7 +469,8 @@ def test_4_bit_moments_are_saved_and_loaded_as_codes_and_torchs_checkpoints_refu
     training, again = start(state_dtype="int4"), start(state_dtype="int4")
     go_on(training, 0, 2)
     save(*training[:2], folder / "saved")
-    load(*again, folder / "saved")
+    load(*again[:2], folder / "saved")
+    again[2].load_state_dict(training[2].state_dict())
     assert go_on(again, 2, 4) == go_on(training, 2, 4)
     name, weight = next(iter(training[0].named_parameters()))
     values = {f"exp_avg_both.{name}": torch.zeros(weight.shape, dtype=torch.uint8)}
