@@ -412,7 +412,7 @@ TRIED = {
     ],
     "`amsgrad=True`": [lambda lab: lab.optimizer(amsgrad=True)],
     '`state_dtype` other than `"fp32"` with Muon and `wrap_optimizer`': [
-        lambda lab: lab.optimizer(infinity.Muon, settings=INT8),
+        lambda lab: infinity.Muon([lab.model(**INT8)[0].weight]),
         wrapped("RMSprop", settings=INT8),
     ],
     '`state_dtype="int4"` with optimizers of one moment: SGD with momentum, Adagrad, Lion': [
