@@ -94,18 +94,17 @@ def small_step(
     check(n, **{name: at[name] for name in names}, grad=grad)
     _check_noise(key, first)
     held = c_struct(scalars)
-    what = ffi.new("struct infinity_small *")
-    what.weights, what.bits, what.recipe, what.scalars = form, _BITS[state], number, held
-    what.weight = ffi.cast("void *", at["hi"])
-    for name in names[1:]:
-        if name == "scale":
-            what.scale = as_f32(at[name])
-        else:
-            setattr(what, _MEMBERS.get(name, name), ffi.cast("void *", at[name]))
-    library.infinity_small_step(n, what, ffi.cast("void *", grad), type_of(dtype), key, first, *summed(sums))
+    members = {"weights": form, "bits": _BITS[state], "recipe": number, "scalars": held}
+    for name in names:
+        address = as_f32(at[name]) if name == "scale" else ffi.cast("void *", at[name])
+        members[_MEMBERS.get(name, name)] = address
+    struct = ffi.new("struct infinity_small *", members)
+    library.infinity_small_step(
+        n, struct, ffi.cast("void *", grad), type_of(dtype), key, first, *summed(sums)
+    )
 
 
-_MEMBERS = {"lo": "master", "mv": "m"}
+_MEMBERS = {"hi": "weight", "lo": "master", "mv": "m"}
 """Of the C struct, for these fields."""
 
 

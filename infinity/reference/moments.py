@@ -58,7 +58,7 @@ SCALE_MIN = 0x12800000  # bits of 2^-90
 CODE_NOISE = 20
 
 
-class Coding(NamedTuple):
+class MomentCoding(NamedTuple):
     """The codes of a moment: how many there are beside 0, the bits that its grid drops, and whether they have
     a sign, the bit above them.
     """
@@ -68,8 +68,8 @@ class Coding(NamedTuple):
     signed: bool
 
 
-M8, V8 = Coding(127, 20, signed=True), Coding(255, 20, signed=False)
-M4, V4 = Coding(7, 22, signed=True), Coding(15, 23, signed=False)
+M8, V8 = MomentCoding(127, 20, signed=True), MomentCoding(255, 20, signed=False)
+M4, V4 = MomentCoding(7, 22, signed=True), MomentCoding(15, 23, signed=False)
 _CODINGS = {"int8": (M8, V8), "int4": (M4, V4)}
 
 
@@ -127,7 +127,7 @@ def in_blocks(flat: Tensor) -> Tensor:
     return torch.nn.functional.pad(flat, (0, blocks * STATE_BLOCK - len(flat))).view(blocks, STATE_BLOCK)
 
 
-def encode_at_random(values: Tensor, random: Tensor, by: Coding) -> tuple[Tensor, Tensor]:
+def encode_at_random(values: Tensor, random: Tensor, by: MomentCoding) -> tuple[Tensor, Tensor]:
     """Return the codes of flat fp32 values and their blocks' scales: [Note: 8-bit moments].
 
     random: CODE_NOISE bits per value.
@@ -152,7 +152,7 @@ def encode_at_random(values: Tensor, random: Tensor, by: Coding) -> tuple[Tensor
     return code.flatten()[: len(values)].to(torch.uint8), float_of(stored_scale.flatten())
 
 
-def decode(code: Tensor, scale: Tensor, by: Coding) -> Tensor:
+def decode(code: Tensor, scale: Tensor, by: MomentCoding) -> Tensor:
     """Return the exact fp32 values of flat codes."""
     blocks = in_blocks(code.long())
     magnitude = blocks & by.codes
