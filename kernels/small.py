@@ -94,7 +94,7 @@ def small_step(
     check(n, **{name: at[name] for name in names}, grad=grad)
     _check_noise(key, first)
     held = c_struct(scalars)
-    members = {"weights": form, "bits": _BITS[state], "recipe": number, "scalars": held}
+    members: dict[str, Any] = {"weights": form, "bits": _BITS[state], "recipe": number, "scalars": held}
     for name in names:
         address = as_f32(at[name]) if name == "scale" else ffi.cast("void *", at[name])
         members[_MEMBERS.get(name, name)] = address
