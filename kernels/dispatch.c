@@ -28,6 +28,8 @@
      narrow_moments_##isa, \
      dequantize_##isa, \
      quantize_##isa, \
+     dequantize4_##isa, \
+     quantize4_##isa, \
      adamw_half_##isa, \
      adamw_full_##isa, \
      adam_##isa, \

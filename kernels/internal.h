@@ -26,6 +26,18 @@
 #define INFINITY_F32 1
 #define INFINITY_F16 2
 
+/* Forms of weights of a struct infinity_small: hi beside lo; fp16 beside an fp32 master; fp32. */
+#define INFINITY_SPLIT 0
+#define INFINITY_HALF 1
+#define INFINITY_FULL 2
+
+/* Its optimizers. */
+#define INFINITY_ADAMW 0
+#define INFINITY_ADAM 1
+#define INFINITY_SGD 2
+#define INFINITY_ADAGRAD 3
+#define INFINITY_LION 4
+
 /* Elements per block: the unit of a kernel call, and part of sum_squares' definition. */
 #define BLOCK_NUMEL ((size_t)16384)
 /* Elements per checksummed stretch: [Note: sums on the way]. */
@@ -77,6 +89,12 @@ struct isa {
     void (*quantize)(size_t n, const float *restrict m_f32, const float *restrict v_f32,
                      const struct noises *restrict noises, uint8_t *restrict m,
                      uint8_t *restrict v, float *restrict scale);
+    /* [Note: 4-bit moments] */
+    void (*dequantize4)(size_t n, const uint8_t *restrict packed, const float *restrict scale,
+                        float *restrict m_f32, float *restrict v_f32);
+    void (*quantize4)(size_t n, const float *restrict m_f32, const float *restrict v_f32,
+                      const struct noises *restrict noises, uint8_t *restrict packed,
+                      float *restrict scale);
     /* [Note: other recipes]; type: of the gradient; around: weights around the caches, where their
      * address allows it. */
     void (*adamw_half)(size_t n, uint16_t *restrict weight, float *restrict master, float
@@ -159,6 +177,12 @@ const struct isa *current_isa(void);
     void quantize_##isa(size_t n, const float *restrict m_f32, const float *restrict v_f32, \
                         const struct noises *restrict noises, uint8_t *restrict m, \
                         uint8_t *restrict v, float *restrict scale); \
+    void dequantize4_##isa(size_t n, const uint8_t *restrict packed, \
+                           const float *restrict scale, float *restrict m_f32, \
+                           float *restrict v_f32); \
+    void quantize4_##isa(size_t n, const float *restrict m_f32, const float *restrict v_f32, \
+                         const struct noises *restrict noises, uint8_t *restrict packed, \
+                         float *restrict scale); \
     void adamw_half_##isa(size_t n, uint16_t *restrict weight, float *restrict master, float \
                           *restrict m, float *restrict v, const void *restrict grad, int32_t \
                           type, const struct infinity_adamw *s, bool around); \

@@ -43,8 +43,9 @@
  * It has 8 operations beside the root and the division instead of 15, and shorter chains of them.
  *
  * [Note: small moments]
- * adamw16 and adamw8 store m and v in 16 or 8 bits.  They widen them to fp32, do the small step, and
- * only then round the new m and v; the weight is updated with the unrounded ones.  Rounding is
+ * infinity_small_step has m and v stored in 16, 8 or 4 bits.  It widens them to fp32, makes the step (adamw:
+ * the small one; the others' as they are), and only then rounds the new m and v; the weight is updated with
+ * the unrounded ones.  Masters that are not split are split for it, in the caches, which loses no bit.  Rounding is
  * stochastic: up or down with the odds that keep the mean.  v changes by 0.1 % a step (beta2 = 0.999),
  * far less than half the distance of two codes, so rounding to nearest would never change v.
  *
@@ -85,6 +86,13 @@
  * are on the grid and do not change; finite values beyond the largest finite grid point, 1.875 *
  * 2^127, become that.  In a block with an infinity or a NaN the scale is one too, and the other
  * elements' v become huge, so their weights stop moving.
+ *
+ * [Note: 4-bit moments]
+ * As with 8 bits, in one byte for both, on coarser grids:
+ *   m       a sign (bit 3) and 3 bits c (0 to 2):  floats with 1 bit of mantissa, 2^22 apart in their bits
+ *   v       4 bits c (4 to 7):                     powers of two, 2^23 apart
+ * so that m spans 3 powers of two and v 14.  The 20 random bits are the highest of those below a grid
+ * step.  The powers of two have no NaN: a v that is NaN becomes infinite; its m stays NaN.
  *
  * [Note: other recipes]
  * On fp32, in this order, each operation rounded by itself; a line with a condition is skipped where
@@ -209,27 +217,24 @@ void infinity_adamw_f32(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v,
                         const struct infinity_adamw *scalars, size_t n_fields,
                         struct infinity_field *fields);
 
-/* The small step with m and v in bf16: [Note: bf16 moments].  Element i of the range has the noise
- * of element first + i.  fields: as above. */
-void infinity_adamw16_bf16(size_t n, uint16_t *hi, int16_t *lo, uint16_t *m, uint16_t *v,
-                           const uint16_t *grad, const struct infinity_adamw_small *scalars,
-                           uint64_t key, uint64_t first, size_t n_fields,
-                           struct infinity_field *fields);
-void infinity_adamw16_f32(size_t n, uint16_t *hi, int16_t *lo, uint16_t *m, uint16_t *v,
-                          const float *grad, const struct infinity_adamw_small *scalars,
-                          uint64_t key, uint64_t first, size_t n_fields,
-                           struct infinity_field *fields);
+/* What a step on small moments works on: [Note: small moments].  weights: 0: hi, with lo as the master;
+ * 1: fp16, with fp32 masters; 2: fp32, their own masters (NULL).  bits: of each moment, 16, 8 or 4.  m and
+ * v: a moment that the optimizer does not keep is NULL; of 4 bits, m is the bytes of both, and v NULL.
+ * Block b of 8- and 4-bit moments covers elements [256 b, 256 (b + 1)) of the range; scale[2 b] is its m's,
+ * scale[2 b + 1] its v's.  recipe: 0 adamw (the small step), 1 adam, 2 sgd, 3 adagrad, 4 lion ([Note:
+ * other recipes]), with its scalars. */
+struct infinity_small {
+    void *weight, *master, *m, *v;
+    float *scale;
+    const void *scalars;
+    int32_t weights, bits, recipe;
+};
 
-/* The small step with m and v in 8 bits: [Note: 8-bit moments].  Block b covers elements [256 b,
- * 256 (b + 1)) of the range; scale[2 b] is its m's, scale[2 b + 1] its v's. */
-void infinity_adamw8_bf16(size_t n, uint16_t *hi, int16_t *lo, uint8_t *m, uint8_t *v, float *scale,
-                          const uint16_t *grad, const struct infinity_adamw_small *scalars,
-                          uint64_t key, uint64_t first, size_t n_fields,
-                           struct infinity_field *fields);
-void infinity_adamw8_f32(size_t n, uint16_t *hi, int16_t *lo, uint8_t *m, uint8_t *v, float *scale,
-                         const float *grad, const struct infinity_adamw_small *scalars,
-                         uint64_t key, uint64_t first, size_t n_fields,
-                           struct infinity_field *fields);
+/* One step over n elements, in place.  Element i of the range has the noise of element first + i.
+ * grad_type: 0 for bf16, 1 for fp32, 2 for fp16.  fields: as above. */
+void infinity_small_step(size_t n, const struct infinity_small *what, const void *grad,
+                         int32_t grad_type, uint64_t key, uint64_t first, size_t n_fields,
+                         struct infinity_field *fields);
 
 /* [Note: other recipes], in place.  grad_type: 0 for bf16, 1 for fp32, 2 for fp16.  fields: as
  * above. */
@@ -260,6 +265,12 @@ void infinity_quantize(size_t n, const float *m_f32, const float *v_f32, uint8_t
                        float *scale);
 void infinity_dequantize(size_t n, const uint8_t *m, const uint8_t *v, const float *scale,
                          float *m_f32, float *v_f32);
+
+/* The same with 4-bit codes, of both in a byte: [Note: 4-bit moments]. */
+void infinity_quantize4(size_t n, const float *m_f32, const float *v_f32, uint8_t *packed,
+                        float *scale);
+void infinity_dequantize4(size_t n, const uint8_t *packed, const float *scale, float *m_f32,
+                          float *v_f32);
 
 /* The fp64 sum of the fp64 squares of n gradients.  Block b covers elements [16384 b, 16384 (b +
  * 1)); in it, lane j mod 32 sums element j in rising order; the 32 lanes are added as a binary

@@ -46,55 +46,16 @@ class KernelLibrary(Protocol):
         n_fields: int,
         fields: Pointer,
     ) -> None: ...
-    def infinity_adamw16_bf16(
+    def infinity_small_step(
         self,
         n: int,
-        hi: Pointer,
-        lo: Pointer,
-        m: Pointer,
-        v: Pointer,
+        what: Pointer,
         grad: Pointer,
-        scalars: Pointer,
+        grad_type: int,
         key: int,
         first: int,
-    ) -> None: ...
-    def infinity_adamw16_f32(
-        self,
-        n: int,
-        hi: Pointer,
-        lo: Pointer,
-        m: Pointer,
-        v: Pointer,
-        grad: Pointer,
-        scalars: Pointer,
-        key: int,
-        first: int,
-    ) -> None: ...
-    def infinity_adamw8_bf16(
-        self,
-        n: int,
-        hi: Pointer,
-        lo: Pointer,
-        m: Pointer,
-        v: Pointer,
-        scale: Pointer,
-        grad: Pointer,
-        scalars: Pointer,
-        key: int,
-        first: int,
-    ) -> None: ...
-    def infinity_adamw8_f32(
-        self,
-        n: int,
-        hi: Pointer,
-        lo: Pointer,
-        m: Pointer,
-        v: Pointer,
-        scale: Pointer,
-        grad: Pointer,
-        scalars: Pointer,
-        key: int,
-        first: int,
+        n_fields: int,
+        fields: Pointer,
     ) -> None: ...
     def infinity_adamw_half(
         self,
@@ -164,6 +125,12 @@ class KernelLibrary(Protocol):
     ) -> None: ...
     def infinity_dequantize(
         self, n: int, m: Pointer, v: Pointer, scale: Pointer, m_f32: Pointer, v_f32: Pointer
+    ) -> None: ...
+    def infinity_quantize4(
+        self, n: int, m_f32: Pointer, v_f32: Pointer, packed: Pointer, scale: Pointer
+    ) -> None: ...
+    def infinity_dequantize4(
+        self, n: int, packed: Pointer, scale: Pointer, m_f32: Pointer, v_f32: Pointer
     ) -> None: ...
     def infinity_sum_squares_bf16(self, n: int, grad: Pointer) -> Pointer: ...
     def infinity_sum_squares_f32(self, n: int, grad: Pointer) -> Pointer: ...

@@ -1,4 +1,4 @@
-/* The steps on small moments: each piece is widened into the caches, updated by the small step, and
+/* The steps on small moments: each piece is widened into the caches, updated by its optimizer's step, and
  * rounded back.  If an instruction set has a kernel for the whole step, it gets the whole blocks.
  * See [Note: small moments] in kernels.h. */
 #include "moments.h"
@@ -7,118 +7,136 @@ _Static_assert(BLOCK_NUMEL % STATE_BLOCK == 0 && STRETCH_NUMEL % STATE_BLOCK == 
                "the pool must not cut a block whose elements share a scale");
 
 /* One call's arguments. */
-struct step_args {
+struct small_args {
     const struct isa *isa;
-    uint16_t *hi;
-    int16_t *lo;
-    void *m, *v;
-    float *scale;
+    const struct infinity_small *what;
     const void *grad;
-    int32_t type; /* of the gradient: INFINITY_BF16 or _F32 */
-    const struct infinity_adamw_small *scalars;
+    int32_t type; /* of the gradient */
     uint64_t key, first;
     uintptr_t ahead;
 };
-
-/* The step on elements [i, i + n), whose moments stand in m and v. */
-static void step_on(const struct step_args *a, size_t i, size_t n, float *m, float *v) {
-    a->isa->adamw_small(n, a->hi + i, a->lo + i, m, v, grad_at(a->grad, i, a->type), a->type,
-                        a->scalars);
-}
 
 static size_t piece_at(size_t i, size_t end) {
     return end - i < STATE_BLOCK ? end - i : STATE_BLOCK;
 }
 
+/* The optimizer's step on elements [i, i + n), whose split masters and moments are given. */
+static void step_on_split(const struct small_args *a, size_t i, size_t n, uint16_t *hi, int16_t *lo,
+                          float *m, float *v) {
+    const void *grad = grad_at(a->grad, i, a->type), *s = a->what->scalars;
+    switch (a->what->recipe) {
+        case INFINITY_ADAMW: a->isa->adamw_small(n, hi, lo, m, v, grad, a->type, s); break;
+        case INFINITY_ADAM: a->isa->adam(n, hi, lo, m, v, grad, a->type, s); break;
+        case INFINITY_SGD: a->isa->sgd(n, hi, lo, m, grad, a->type, s); break;
+        case INFINITY_ADAGRAD: a->isa->adagrad(n, hi, lo, v, grad, a->type, s); break;
+        default: a->isa->lion(n, hi, lo, m, grad, a->type, s);
+    }
+}
+
+/* The same on masters of any form: what is not split is split in the caches, which loses no bit. */
+static void step_on(const struct small_args *a, size_t i, size_t n, float *m, float *v) {
+    const struct infinity_small *what = a->what;
+    if (what->weights == INFINITY_SPLIT) {
+        step_on_split(a, i, n, (uint16_t *)what->weight + i, (int16_t *)what->master + i, m, v);
+        return;
+    }
+    _Alignas(64) uint16_t hi[STATE_BLOCK];
+    _Alignas(64) int16_t lo[STATE_BLOCK];
+    float *master = (float *)(what->weights == INFINITY_HALF ? what->master : what->weight) + i;
+    a->isa->split(n, master, hi, lo);
+    step_on_split(a, i, n, hi, lo, m, v);
+    a->isa->join(n, hi, lo, master);
+    if (what->weights == INFINITY_HALF)
+        a->isa->narrow_half(n, master, (uint16_t *)what->weight + i);
+}
+
 /* How many of the n elements from i on go to a kernel for the whole step: whole blocks, if no pair
  * ([Note: the noise]) is cut. */
-static size_t whole_blocks(const struct step_args *a, bool exists, size_t i, size_t n) {
-    return exists && (a->first + i) % 2 == 0 ? n - n % STATE_BLOCK : 0;
+static size_t whole_blocks(const struct small_args *a, bool exists, size_t i, size_t n) {
+    const struct infinity_small *what = a->what;
+    bool fits = exists && what->recipe == INFINITY_ADAMW && what->weights == INFINITY_SPLIT &&
+                a->type != INFINITY_F16 && (a->first + i) % 2 == 0;
+    return fits ? n - n % STATE_BLOCK : 0;
 }
 
-static void adamw16_block(const void *args, size_t first, size_t count) {
-    const struct step_args *a = args;
+/* A moment that the optimizer does not keep is one of zeros, which stay zeros. */
+static void small16_block(const void *args, size_t first, size_t count) {
+    const struct small_args *a = args;
+    const struct infinity_small *what = a->what;
     _Alignas(64) float m_f32[STATE_BLOCK], v_f32[STATE_BLOCK];
+    _Alignas(64) uint16_t none[STATE_BLOCK] = {0};
     struct noises noises;
-    uint16_t *m = a->m, *v = a->v;
     size_t i = first, whole = whole_blocks(a, a->isa->adamw16 != NULL, first, count);
     if (whole != 0)
-        a->isa->adamw16(whole, a->hi + i, a->lo + i, m + i, v + i, grad_at(a->grad, i, a->type),
-                        a->type, a->scalars, a->key, a->first + i, a->ahead);
+        a->isa->adamw16(whole, (uint16_t *)what->weight + i, (int16_t *)what->master + i,
+                        (uint16_t *)what->m + i, (uint16_t *)what->v + i,
+                        grad_at(a->grad, i, a->type), a->type, what->scalars, a->key, a->first + i,
+                        a->ahead);
     for (i += whole; i < first + count; i += STATE_BLOCK) {
         size_t n = piece_at(i, first + count);
-        a->isa->widen(n, m + i, m_f32);
-        a->isa->widen(n, v + i, v_f32);
+        uint16_t *m = what->m == NULL ? none : (uint16_t *)what->m + i;
+        uint16_t *v = what->v == NULL ? none : (uint16_t *)what->v + i;
+        a->isa->widen(n, m, m_f32);
+        a->isa->widen(n, v, v_f32);
         step_on(a, i, n, m_f32, v_f32);
         a->isa->noise(n, a->key, a->first + i, 16, noises.m, noises.v);
-        a->isa->narrow_moments(n, m_f32, v_f32, &noises, m + i, v + i);
+        a->isa->narrow_moments(n, m_f32, v_f32, &noises, m, v);
     }
 }
 
-static void adamw8_block(const void *args, size_t first, size_t count) {
-    const struct step_args *a = args;
+static void small8_block(const void *args, size_t first, size_t count) {
+    const struct small_args *a = args;
+    const struct infinity_small *what = a->what;
     _Alignas(64) float m_f32[STATE_BLOCK], v_f32[STATE_BLOCK];
+    _Alignas(64) uint8_t none[STATE_BLOCK] = {0};
     struct noises noises;
-    uint8_t *m = a->m, *v = a->v;
     size_t i = first, whole = whole_blocks(a, a->isa->adamw8 != NULL, first, count);
     if (whole != 0)
-        a->isa->adamw8(whole, a->hi + i, a->lo + i, m + i, v + i, a->scale + i / STATE_BLOCK * 2,
-                       grad_at(a->grad, i, a->type), a->type, a->scalars, a->key,
-                       a->first + i, a->ahead);
+        a->isa->adamw8(whole, (uint16_t *)what->weight + i, (int16_t *)what->master + i,
+                       (uint8_t *)what->m + i, (uint8_t *)what->v + i,
+                       what->scale + i / STATE_BLOCK * 2, grad_at(a->grad, i, a->type), a->type,
+                       what->scalars, a->key, a->first + i, a->ahead);
     for (i += whole; i < first + count; i += STATE_BLOCK) {
         size_t n = piece_at(i, first + count);
-        float *scale = a->scale + i / STATE_BLOCK * 2;
-        a->isa->dequantize(n, m + i, v + i, scale, m_f32, v_f32);
+        float *scale = what->scale + i / STATE_BLOCK * 2;
+        uint8_t *m = what->m == NULL ? none : (uint8_t *)what->m + i;
+        uint8_t *v = what->v == NULL ? none : (uint8_t *)what->v + i;
+        a->isa->dequantize(n, m, v, scale, m_f32, v_f32);
         step_on(a, i, n, m_f32, v_f32);
-        a->isa->noise(n, a->key, a->first + i, GRID_SHIFT, noises.m, noises.v);
-        a->isa->quantize(n, m_f32, v_f32, &noises, m + i, v + i, scale);
+        a->isa->noise(n, a->key, a->first + i, CODE_NOISE, noises.m, noises.v);
+        a->isa->quantize(n, m_f32, v_f32, &noises, m, v, scale);
     }
 }
 
-void infinity_adamw16_bf16(size_t n, uint16_t *hi, int16_t *lo, uint16_t *m, uint16_t *v,
-                           const uint16_t *grad, const struct infinity_adamw_small *scalars,
-                           uint64_t key, uint64_t first, size_t n_fields,
-                           struct infinity_field *fields) {
-    struct step_args args = {
-        current_isa(), hi, lo, m, v, NULL, grad, INFINITY_BF16, scalars, key, first,
-        ahead_of(n_fields)};
-    run_summed(adamw16_block, &args, n, n_fields, fields);
+static void small4_block(const void *args, size_t first, size_t count) {
+    const struct small_args *a = args;
+    _Alignas(64) float m_f32[STATE_BLOCK], v_f32[STATE_BLOCK];
+    struct noises noises;
+    for (size_t i = first; i < first + count; i += STATE_BLOCK) {
+        size_t n = piece_at(i, first + count);
+        uint8_t *packed = (uint8_t *)a->what->m + i;
+        float *scale = a->what->scale + i / STATE_BLOCK * 2;
+        a->isa->dequantize4(n, packed, scale, m_f32, v_f32);
+        step_on(a, i, n, m_f32, v_f32);
+        a->isa->noise(n, a->key, a->first + i, CODE_NOISE, noises.m, noises.v);
+        a->isa->quantize4(n, m_f32, v_f32, &noises, packed, scale);
+    }
 }
 
-void infinity_adamw16_f32(size_t n, uint16_t *hi, int16_t *lo, uint16_t *m, uint16_t *v,
-                          const float *grad, const struct infinity_adamw_small *scalars,
-                          uint64_t key, uint64_t first, size_t n_fields,
-                           struct infinity_field *fields) {
-    struct step_args args = {
-        current_isa(), hi, lo, m, v, NULL, grad, INFINITY_F32, scalars, key, first,
-        ahead_of(n_fields)};
-    run_summed(adamw16_block, &args, n, n_fields, fields);
-}
-
-void infinity_adamw8_bf16(size_t n, uint16_t *hi, int16_t *lo, uint8_t *m, uint8_t *v, float *scale,
-                          const uint16_t *grad, const struct infinity_adamw_small *scalars,
-                          uint64_t key, uint64_t first, size_t n_fields,
-                           struct infinity_field *fields) {
-    struct step_args args = {
-        current_isa(), hi, lo, m, v, scale, grad, INFINITY_BF16, scalars, key, first,
-        ahead_of(n_fields)};
-    run_summed(adamw8_block, &args, n, n_fields, fields);
-}
-
-void infinity_adamw8_f32(size_t n, uint16_t *hi, int16_t *lo, uint8_t *m, uint8_t *v, float *scale,
-                         const float *grad, const struct infinity_adamw_small *scalars,
-                         uint64_t key, uint64_t first, size_t n_fields,
-                           struct infinity_field *fields) {
-    struct step_args args = {
-        current_isa(), hi, lo, m, v, scale, grad, INFINITY_F32, scalars, key, first,
-        ahead_of(n_fields)};
-    run_summed(adamw8_block, &args, n, n_fields, fields);
+void infinity_small_step(size_t n, const struct infinity_small *what, const void *grad,
+                         int32_t grad_type, uint64_t key, uint64_t first, size_t n_fields,
+                         struct infinity_field *fields) {
+    struct small_args args = {current_isa(), what, grad, grad_type, key, first, ahead_of(n_fields)};
+    block_function run = what->bits == 16  ? small16_block
+                         : what->bits == 8 ? small8_block
+                                           : small4_block;
+    run_summed(run, &args, n, n_fields, fields);
 }
 
 struct quantize_args {
     const struct isa *isa;
     const float *m_f32, *v_f32;
-    uint8_t *m, *v;
+    uint8_t *m, *v; /* v: NULL for 4 bits */
     float *scale;
 };
 
@@ -126,9 +144,14 @@ static void quantize_block(const void *args, size_t first, size_t count) {
     const struct quantize_args *a = args;
     struct noises nearest;
     for (size_t i = 0; i < STATE_BLOCK; i++) nearest.m[i] = nearest.v[i] = HALF_STEP;
-    for (size_t i = first; i < first + count; i += STATE_BLOCK)
-        a->isa->quantize(piece_at(i, first + count), a->m_f32 + i, a->v_f32 + i, &nearest,
-                         a->m + i, a->v + i, a->scale + i / STATE_BLOCK * 2);
+    for (size_t i = first; i < first + count; i += STATE_BLOCK) {
+        size_t n = piece_at(i, first + count);
+        float *scale = a->scale + i / STATE_BLOCK * 2;
+        if (a->v == NULL)
+            a->isa->quantize4(n, a->m_f32 + i, a->v_f32 + i, &nearest, a->m + i, scale);
+        else
+            a->isa->quantize(n, a->m_f32 + i, a->v_f32 + i, &nearest, a->m + i, a->v + i, scale);
+    }
 }
 
 void infinity_quantize(size_t n, const float *m_f32, const float *v_f32, uint8_t *m, uint8_t *v,
@@ -137,22 +160,39 @@ void infinity_quantize(size_t n, const float *m_f32, const float *v_f32, uint8_t
     run_blocks(quantize_block, &args, n, BLOCK_NUMEL);
 }
 
+void infinity_quantize4(size_t n, const float *m_f32, const float *v_f32, uint8_t *packed,
+                        float *scale) {
+    struct quantize_args args = {current_isa(), m_f32, v_f32, packed, NULL, scale};
+    run_blocks(quantize_block, &args, n, BLOCK_NUMEL);
+}
+
 struct dequantize_args {
     const struct isa *isa;
-    const uint8_t *m, *v;
+    const uint8_t *m, *v; /* v: NULL for 4 bits */
     const float *scale;
     float *m_f32, *v_f32;
 };
 
 static void dequantize_block(const void *args, size_t first, size_t count) {
     const struct dequantize_args *a = args;
-    for (size_t i = first; i < first + count; i += STATE_BLOCK)
-        a->isa->dequantize(piece_at(i, first + count), a->m + i, a->v + i,
-                           a->scale + i / STATE_BLOCK * 2, a->m_f32 + i, a->v_f32 + i);
+    for (size_t i = first; i < first + count; i += STATE_BLOCK) {
+        size_t n = piece_at(i, first + count);
+        const float *scale = a->scale + i / STATE_BLOCK * 2;
+        if (a->v == NULL)
+            a->isa->dequantize4(n, a->m + i, scale, a->m_f32 + i, a->v_f32 + i);
+        else
+            a->isa->dequantize(n, a->m + i, a->v + i, scale, a->m_f32 + i, a->v_f32 + i);
+    }
 }
 
 void infinity_dequantize(size_t n, const uint8_t *m, const uint8_t *v, const float *scale,
                          float *m_f32, float *v_f32) {
     struct dequantize_args args = {current_isa(), m, v, scale, m_f32, v_f32};
+    run_blocks(dequantize_block, &args, n, BLOCK_NUMEL);
+}
+
+void infinity_dequantize4(size_t n, const uint8_t *packed, const float *scale, float *m_f32,
+                          float *v_f32) {
+    struct dequantize_args args = {current_isa(), packed, NULL, scale, m_f32, v_f32};
     run_blocks(dequantize_block, &args, n, BLOCK_NUMEL);
 }

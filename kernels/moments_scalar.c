@@ -19,19 +19,18 @@ void narrow_moments_scalar(size_t n, const float *restrict m_f32, const float *r
     narrow_moments_tail(0, n, m_f32, v_f32, noises, m, v);
 }
 
-void dequantize_scalar(size_t n, const uint8_t *restrict m, const uint8_t *restrict v,
-                       const float *restrict scale, float *restrict m_f32, float *restrict v_f32) {
-    struct grids grids = grids_of(load_u32(scale), load_u32(scale + 1));
-    for (size_t i = 0; i < n; i++) {
-        store_u32(m_f32 + i, m_bits(m[i], grids.m_base));
-        store_u32(v_f32 + i, v_bits(v[i], grids.v_base));
-    }
+INLINED void dequantize_by(size_t n, const uint8_t *m, const uint8_t *v, const float *scale,
+                           float *m_f32, float *v_f32, struct coding by) {
+    struct grids grids = grids_of(load_u32(scale), load_u32(scale + 1), by);
+    dequantize_tail(0, n, m, v, grids, m_f32, v_f32, by);
 }
 
-void quantize_scalar(size_t n, const float *restrict m_f32, const float *restrict v_f32,
-                     const struct noises *restrict noises, uint8_t *restrict m,
-                     uint8_t *restrict v, float *restrict scale) {
-    struct largest largest = largest_tail(0, n, m_f32, v_f32, noises, (struct largest){0, 0});
-    struct grids grids = store_scales(scale, largest.m, largest.v);
-    quantize_tail(0, n, m_f32, v_f32, noises, m, v, grids);
+INLINED void quantize_by(size_t n, const float *m_f32, const float *v_f32,
+                         const struct noises *noises, uint8_t *m, uint8_t *v, float *scale,
+                         struct coding by) {
+    struct largest none = {0, 0}, largest = largest_tail(0, n, m_f32, v_f32, noises, none, by);
+    struct grids grids = store_scales(scale, largest.m, largest.v, by);
+    quantize_tail(0, n, m_f32, v_f32, noises, m, v, grids, by);
 }
+
+CODES_FUNCTIONS(, scalar)

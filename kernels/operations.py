@@ -13,7 +13,6 @@ AnyGradientDtype: TypeAlias = Literal["bf16", "f32", "f16"]
 HALF = 0.5  # torch.lerp changes its form at this weight
 STATE_BLOCK = 256  # elements whose 8-bit moments share a pair of scales
 _UNSUPPORTED = -1
-WORD = 1 << 64  # a key, and what a counter stays below
 
 
 class Rows(NamedTuple):
@@ -43,17 +42,15 @@ def check(n: int, **addresses: int) -> None:
             raise ValueError(message)
 
 
-def _check_dtype(dtype: str) -> None:
+def check_dtype(dtype: str) -> None:
+    """Refuse a gradient of another type than bf16 and fp32.
+
+    Raises:
+        ValueError: the message names it.
+    """
     if dtype not in ("bf16", "f32"):
         message = f"dtype={dtype!r}: expected 'bf16' or 'f32'"
         raise ValueError(message)
-
-
-def _check_noise(key: int, first: int) -> None:
-    for name, value in (("key", key), ("first", first)):
-        if not 0 <= value < WORD:
-            message = f"{name}={value}: expected an unsigned 64-bit integer"
-            raise ValueError(message)
 
 
 _U8, _U16, _I16, _F32 = map(ffi.typeof, ("uint8_t *", "uint16_t *", "int16_t *", "float *"))
@@ -99,21 +96,6 @@ def rounded(scalars: AdamWScalars) -> Any:
     return struct
 
 
-@lru_cache(maxsize=64)
-def rounded_small(scalars: AdamWScalars) -> Any:
-    """Return the C struct of [Note: the small step], each scalar as in `rounded`."""
-    struct = ffi.new("struct infinity_adamw_small *")
-    correction = (1 - scalars.beta2**scalars.step) ** 0.5
-    struct.decay = 1 - scalars.lr * scalars.weight_decay
-    struct.beta1 = scalars.beta1
-    struct.beta2 = scalars.beta2
-    struct.grad_weight = scalars.clip * (1 - scalars.beta1)
-    struct.root_weight = scalars.clip * (1 - scalars.beta2) ** 0.5
-    struct.eps = scalars.eps * correction
-    struct.step_factor = -(scalars.lr / (1 - scalars.beta1**scalars.step) * correction)
-    return struct
-
-
 def summed(sums: Checksums | None) -> tuple[Any, ...]:
     """Return the last two arguments of a kernel that takes checksums while it works."""
     return (0, ffi.NULL) if sums is None else (sums.count, sums.pointer)
@@ -136,76 +118,13 @@ def adamw(
     that begin with the first of the n elements.
     """
     check(n, hi=hi, lo=lo, m=m, v=v, grad=grad)
-    _check_dtype(dtype)
+    check_dtype(dtype)
     fields = (as_u16(hi), as_i16(lo), as_f32(m), as_f32(v))
     struct = rounded(scalars)
     if dtype == "bf16":
         library.infinity_adamw_bf16(n, *fields, as_u16(grad), struct, *summed(sums))
     else:
         library.infinity_adamw_f32(n, *fields, as_f32(grad), struct, *summed(sums))
-
-
-def adamw_bf16(
-    n: int,
-    hi: int,
-    lo: int,
-    m: int,
-    v: int,
-    grad: int,
-    dtype: GradientDtype,
-    scalars: AdamWScalars,
-    key: int,
-    first: int,
-    sums: Checksums | None = None,
-) -> None:
-    """Apply [Note: the small step] to n elements whose m and v are bf16, rounded stochastically after it.
-
-    `key` is `state_key` of this parameter's step; `first` is the first element's index in its parameter. They
-    alone
-    determine the random bits: a range cut in two, each part with its own `first`, gives the same result.
-    `sums` as in `adamw`.
-    """
-    check(n, hi=hi, lo=lo, m=m, v=v, grad=grad)
-    _check_dtype(dtype)
-    _check_noise(key, first)
-    fields = (as_u16(hi), as_i16(lo), as_u16(m), as_u16(v))
-    struct = rounded_small(scalars)
-    if dtype == "bf16":
-        library.infinity_adamw16_bf16(n, *fields, as_u16(grad), struct, key, first, *summed(sums))
-    else:
-        library.infinity_adamw16_f32(n, *fields, as_f32(grad), struct, key, first, *summed(sums))
-
-
-def adamw_int8(
-    n: int,
-    hi: int,
-    lo: int,
-    m: int,
-    v: int,
-    scale: int,
-    grad: int,
-    dtype: GradientDtype,
-    scalars: AdamWScalars,
-    key: int,
-    first: int,
-    sums: Checksums | None = None,
-) -> None:
-    """Apply [Note: the small step] to n elements whose m and v are 8-bit codes, rounded stochastically after
-    it.
-
-    Blocks of STATE_BLOCK elements, counted from the range's first, have two fp32 scales each: m's, then v's
-    (8 bytes per block, also for a shorter last one). Memory of zeros means moments of zero. `key` and `first`
-    as in `adamw_bf16`; a range may be cut in two at a multiple of STATE_BLOCK. `sums` as in `adamw`.
-    """
-    check(n, hi=hi, lo=lo, m=m, v=v, scale=scale, grad=grad)
-    _check_dtype(dtype)
-    _check_noise(key, first)
-    fields = (as_u16(hi), as_i16(lo), as_u8(m), as_u8(v), as_f32(scale))
-    struct = rounded_small(scalars)
-    if dtype == "bf16":
-        library.infinity_adamw8_bf16(n, *fields, as_u16(grad), struct, key, first, *summed(sums))
-    else:
-        library.infinity_adamw8_f32(n, *fields, as_f32(grad), struct, key, first, *summed(sums))
 
 
 def sum_squares(n: int, grad: int, dtype: AnyGradientDtype) -> tuple[float, bool]:
@@ -216,7 +135,7 @@ def sum_squares(n: int, grad: int, dtype: AnyGradientDtype) -> tuple[float, bool
     elif dtype == "f16":
         result = library.infinity_sum_squares_f16(n, as_u16(grad))
     else:
-        _check_dtype(dtype)
+        check_dtype(dtype)
         result = library.infinity_sum_squares_f32(n, as_f32(grad))
     return result.sum, bool(result.finite)
 
@@ -255,23 +174,6 @@ def narrow_f16(n: int, f32: int, f16: int) -> None:
     """Convert n fp32 values to fp16, to nearest, ties to even; from 65520 on they become infinite."""
     check(n, f32=f32, f16=f16)
     library.infinity_narrow_f16(n, as_f32(f32), as_u16(f16))
-
-
-def quantize(n: int, m_f32: int, v_f32: int, m: int, v: int, scale: int) -> None:
-    """Convert n fp32 moments to the 8-bit codes and scales of `adamw_int8`, each to the nearest code.
-
-    The error of an m is at most 1/16 of itself, or half its block's smallest code, which is about 2^-15.75 of
-    the scale. The error of a v is at most 1/16 of itself; but below its block's smallest code, about 2^-31.75
-    of the scale, a v becomes that code, never 0. The sign of v is dropped.
-    """
-    check(n, m_f32=m_f32, v_f32=v_f32, m=m, v=v, scale=scale)
-    library.infinity_quantize(n, as_f32(m_f32), as_f32(v_f32), as_u8(m), as_u8(v), as_f32(scale))
-
-
-def dequantize(n: int, m: int, v: int, scale: int, m_f32: int, v_f32: int) -> None:
-    """Convert n pairs of 8-bit codes, and their blocks' scales, to fp32 moments, exactly."""
-    check(n, m=m, v=v, scale=scale, m_f32=m_f32, v_f32=v_f32)
-    library.infinity_dequantize(n, as_u8(m), as_u8(v), as_f32(scale), as_f32(m_f32), as_f32(v_f32))
 
 
 def accumulate(n: int, acc: int, grad: int) -> None:

@@ -5,6 +5,7 @@ All work in place on n elements; every moment is fp32. `dtype` is that of the gr
 `sums` as in `adamw`.
 """
 
+from functools import lru_cache
 from typing import Any
 
 from infinity.kernels.checksums import Checksums
@@ -25,6 +26,45 @@ def type_of(dtype: str) -> int:
 
 def _any(address: int) -> Any:
     return ffi.cast("void *", address)
+
+
+@lru_cache(maxsize=64)
+def rounded_sgd(scalars: SGDScalars) -> Any:
+    """Return the C struct: each scalar computed in fp64, then rounded to fp32 by the assignment."""
+    struct = ffi.new("struct infinity_sgd *")
+    struct.clip = scalars.clip
+    struct.l2 = scalars.weight_decay
+    struct.momentum = scalars.momentum
+    struct.grad_weight = 1 - scalars.dampening
+    struct.step_factor = -scalars.lr
+    struct.is_first = scalars.step == 1
+    struct.is_nesterov = scalars.nesterov
+    return struct
+
+
+@lru_cache(maxsize=64)
+def rounded_adagrad(scalars: AdagradScalars) -> Any:
+    """Return the C struct, each scalar as in `rounded_sgd`."""
+    struct = ffi.new("struct infinity_adagrad *")
+    struct.clip = scalars.clip
+    struct.l2 = scalars.weight_decay
+    struct.eps = scalars.eps
+    struct.step_factor = -(scalars.lr / (1 + (scalars.step - 1) * scalars.lr_decay))
+    return struct
+
+
+@lru_cache(maxsize=64)
+def rounded_lion(scalars: LionScalars) -> Any:
+    """Return the C struct, each scalar as in `rounded_sgd`."""
+    struct = ffi.new("struct infinity_lion *")
+    struct.clip = scalars.clip
+    struct.decay = 1 - scalars.lr * scalars.weight_decay
+    struct.beta1 = scalars.beta1
+    struct.grad_weight1 = 1 - scalars.beta1
+    struct.beta2 = scalars.beta2
+    struct.grad_weight2 = 1 - scalars.beta2
+    struct.step_factor = -scalars.lr
+    return struct
 
 
 def adamw_fp16(
@@ -92,17 +132,8 @@ def sgd(
 ) -> None:
     """Apply one step of SGD to split masters; m is the momentum, which the first step only writes."""
     check(n, hi=hi, lo=lo, m=m, grad=grad)
-    struct = ffi.new("struct infinity_sgd *")
-    struct.clip = scalars.clip
-    struct.l2 = scalars.weight_decay
-    struct.momentum = scalars.momentum
-    struct.grad_weight = 1 - scalars.dampening
-    struct.step_factor = -scalars.lr
-    struct.is_first = scalars.step == 1
-    struct.is_nesterov = scalars.nesterov
-    library.infinity_sgd(
-        n, as_u16(hi), as_i16(lo), as_f32(m), _any(grad), type_of(dtype), struct, *summed(sums)
-    )
+    fields = (as_u16(hi), as_i16(lo), as_f32(m), _any(grad), type_of(dtype))
+    library.infinity_sgd(n, *fields, rounded_sgd(scalars), *summed(sums))
 
 
 def adagrad(
@@ -117,14 +148,8 @@ def adagrad(
 ) -> None:
     """Apply one Adagrad step to split masters; v is the sum of squares, initialised by the caller."""
     check(n, hi=hi, lo=lo, v=v, grad=grad)
-    struct = ffi.new("struct infinity_adagrad *")
-    struct.clip = scalars.clip
-    struct.l2 = scalars.weight_decay
-    struct.eps = scalars.eps
-    struct.step_factor = -(scalars.lr / (1 + (scalars.step - 1) * scalars.lr_decay))
-    library.infinity_adagrad(
-        n, as_u16(hi), as_i16(lo), as_f32(v), _any(grad), type_of(dtype), struct, *summed(sums)
-    )
+    fields = (as_u16(hi), as_i16(lo), as_f32(v), _any(grad), type_of(dtype))
+    library.infinity_adagrad(n, *fields, rounded_adagrad(scalars), *summed(sums))
 
 
 def lion(
@@ -139,14 +164,5 @@ def lion(
 ) -> None:
     """Apply one Lion step to split masters: each weight moves by lr in the direction of its momentum."""
     check(n, hi=hi, lo=lo, m=m, grad=grad)
-    struct = ffi.new("struct infinity_lion *")
-    struct.clip = scalars.clip
-    struct.decay = 1 - scalars.lr * scalars.weight_decay
-    struct.beta1 = scalars.beta1
-    struct.grad_weight1 = 1 - scalars.beta1
-    struct.beta2 = scalars.beta2
-    struct.grad_weight2 = 1 - scalars.beta2
-    struct.step_factor = -scalars.lr
-    library.infinity_lion(
-        n, as_u16(hi), as_i16(lo), as_f32(m), _any(grad), type_of(dtype), struct, *summed(sums)
-    )
+    fields = (as_u16(hi), as_i16(lo), as_f32(m), _any(grad), type_of(dtype))
+    library.infinity_lion(n, *fields, rounded_lion(scalars), *summed(sums))

@@ -127,7 +127,7 @@ TARGET_AVX512 static ALWAYS_INLINE void begin_ending(struct ending *e, const str
     uint32_t m_most = largest_word(most->m), v_most = largest_word(most->v);
     e->is_plain = is_ordered && m_most < GRID_MAX >> 16 && v_most < GRID_MAX >> 16;
     if (!e->is_plain) return;
-    e->grids = store_scales(e->codes.scale, m_most << 16, v_most << 16);
+    e->grids = store_scales(e->codes.scale, m_most << 16, v_most << 16, IN_8_BITS);
     e->m_base = all_words(e->grids.m_base >> 16);
     e->v_base = all_words(e->grids.v_base >> 16);
 }
@@ -207,8 +207,8 @@ TARGET_AVX512 static void end_rest64(const struct ending *e, size_t at,
             size_t i = (size_t)__builtin_ctzll(left);
             step_again(&again, c, start + i, 1);
             uint32_t m_bits = bits_of(again.m[0]), v_bits = bits_of(again.v[0]);
-            if (m_small >> i & 1) m_new[i] = m_code(m_bits, e->grids.m_base, again.noises.m[0]);
-            if (v_small >> i & 1) v_new[i] = v_code(v_bits, e->grids.v_base, again.noises.v[0]);
+            if (m_small >> i & 1) m_new[i] = m_code(m_bits, e->grids.m_base, again.noises.m[0], GRID_SHIFT);
+            if (v_small >> i & 1) v_new[i] = v_code(v_bits, e->grids.v_base, again.noises.v[0], GRID_SHIFT);
         }
     }
     if (is_m_left) memcpy(c->m + start, m_new, sizeof m_new);
@@ -238,7 +238,7 @@ TARGET_AVX512 static ALWAYS_INLINE void step8(size_t n, uint16_t *restrict hi,
     for (size_t start = 0; start < n; start += STATE_BLOCK, scale += 2) {
         struct codes codes = {m + start, v + start, scale, {scale[0], scale[1]},
                               grad_at(grad, start, type), type, s, key, first + start};
-        struct grids grids = grids_of(load_u32(scale), load_u32(scale + 1));
+        struct grids grids = grids_of(load_u32(scale), load_u32(scale + 1), IN_8_BITS);
         __m512i m_base = all_words(grids.m_base >> 16), v_base = all_words(grids.v_base >> 16);
         struct block *block = &blocks[start / STATE_BLOCK % 2];
         struct most most = {_mm512_setzero_si512(), _mm512_setzero_si512()};

@@ -1,4 +1,4 @@
-"""Loss curves of the three dtypes of optimizer state, with the same text, model and seed, in one picture.
+"""Loss curves of the dtypes of optimizer state, with the same text, model and seed, in one picture.
 
     python -m infinity.bench.engine.losses --nvme DIR --png FILE.png --json FILE.json
 
@@ -103,7 +103,7 @@ def plot(path: Path, curves: Mapping[str, Sequence[float]], title: str) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    styles = ("-", "--", ":")  # the curves may lie on each other
+    styles = ("-", "--", ":", "-.")  # the curves may lie on each other
     for number, (name, values) in enumerate(curves.items()):
         color, steps = f"C{number}", range(1, len(values) + 1)
         axes.plot(steps, values, color=color, alpha=0.2, linewidth=0.8)

@@ -59,7 +59,7 @@ UPDATES: dict[str, dict[str, Any]] = {
     "exceeding": {"update": "forward", "max_norm": MAX_NORM, "speculate": True},
 }
 """Infinity's ways to update, and a contestant's settings for them."""
-STATE_DTYPES = ("fp32", "bf16", "int8")
+STATE_DTYPES = ("fp32", "bf16", "int8", "int4")
 """The dtypes of moments; the first is exact, and the default."""
 
 

@@ -23,7 +23,7 @@ from infinity.bench.findings import Column, Findings, asked, command, run_comman
 from infinity.bench.targets import mark
 from infinity.sizes import format_size
 
-DESIGN = {"fp32": 26.0, "bf16": 18.0, "int8": 14.0}
+DESIGN = {"fp32": 26.0, "bf16": 18.0, "int8": 14.0, "int4": 12.0}
 """Bytes per parameter by the moments' dtype: hi is read twice, all fields are read and written once."""
 ALLOWANCE = 0.5
 """Bytes per parameter: padding, scales of int8 blocks."""

@@ -57,7 +57,7 @@ def cores(state_dtype: str) -> Cores:
 def update_rate(state_dtype: str) -> float:
     """Return the elements per second of the update's kernel."""
     n = _ELEMENTS
-    widths = {"fp32": 4, "bf16": 2, "int8": 1}
+    widths = {"fp32": 4, "bf16": 2, "int8": 1, "int4": 1}
     halves = [np.full(n, _HALF, np.int16) for _ in range(3)]
     moments = [np.zeros(n * widths[state_dtype], np.int8) for _ in range(2)]
     scales = np.zeros(2 * n // kernels.STATE_BLOCK, np.float32)
@@ -70,6 +70,9 @@ def update_rate(state_dtype: str) -> float:
             kernels.adamw(n, hi, lo, m, v, gradient, "bf16", scalars)
         elif state_dtype == "bf16":
             kernels.adamw_bf16(n, hi, lo, m, v, gradient, "bf16", scalars, 0, 0)
+        elif state_dtype == "int4":
+            at = {"hi": hi, "lo": lo, "mv": m, "scale": scales.ctypes.data}
+            kernels.small_step("adamw", "bf16", "int4", n, at, gradient, "bf16", scalars, 0, 0)
         else:
             kernels.adamw_int8(n, hi, lo, m, v, scales.ctypes.data, gradient, "bf16", scalars, 0, 0)
 

@@ -73,7 +73,8 @@ class CheckpointReader(StorageReader):
     what they are loaded into; moments are "exp_avg.NAME" and "exp_avg_sq.NAME".
 
     Raises, while it loads: CheckpointError and FileNotFoundError as `load`; CorruptionError for a range that
-    does not match its hash; UnsupportedError for moments of state_dtype="int8".
+    does not match its hash; UnsupportedError for moments that are codes (state_dtype "int8" and
+    "int4").
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -132,9 +133,14 @@ class CheckpointReader(StorageReader):
             tensor = self._tensors[name]
             if f"{_SCALES}.{tensor.name}" in self._tensors and tensor.kind in KINDS.values():
                 raise UnsupportedError(
-                    f"{name}: {self._folder} has moments of state_dtype='int8', which are codes in "
-                    "blocks, and no numbers: infinity.load reads them; here the weights alone can be read"
+                    f"{name}: {self._folder} has moments of state_dtype={self._state_dtype()!r}, which are "
+                    "codes in blocks, and no numbers: infinity.load reads them; here the weights alone can be"
+                    " read"
                 )
+
+    def _state_dtype(self) -> str:
+        both = any(tensor.kind == KINDS["mv"] for tensor in self._tensors.values())
+        return "int4" if both else "int8"
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

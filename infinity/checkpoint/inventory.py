@@ -22,13 +22,14 @@ from infinity.units.unit import Unit
 REPLACED = "(replaced)"
 """The name of a parameter that was replaced, and is in no model any more; see init."""
 
-KINDS = {"m": "exp_avg", "v": "exp_avg_sq", "scale": "exp_avg_scale"}
+KINDS = {"m": "exp_avg", "v": "exp_avg_sq", "mv": "exp_avg_both", "scale": "exp_avg_scale"}
 """The kinds of optimizer state in a checkpoint, by field of the record: Adam's names, for all optimizers."""
 
 _TYPES = {
     "fp32": {"m": "F32", "v": "F32"},
     "bf16": {"m": "BF16", "v": "BF16"},
     "int8": {"m": "U8", "v": "U8", "scale": "F32"},
+    "int4": {"mv": "U8", "scale": "F32"},
 }
 
 
@@ -57,7 +58,7 @@ class Inventory:
         self.ranks = self.engine.stages.everyone
         """All that save and load together: of a mesh, those of all its dimensions."""
         self._stage, self._stages = 0, 1
-        self.stacks = Stacks(model, blocks=self.engine.schema.state_dtype == "int8")
+        self.stacks = Stacks(model, blocks=self.engine.schema.in_blocks)
         """Which parameters are slices, and of what, in checkpoints: with moments in blocks, slices have to be
         whole blocks.
         """
@@ -117,9 +118,10 @@ class Inventory:
                 f"{name} is a DTensor, and a slice of {self.stacks.name(name)}, which files have whole: save "
                 "model.state_dict(), which has DTensors, with torch.distributed.checkpoint"
             )
-        if self.engine.schema.state_dtype == "int8" and self.optimizer is not None:
+        state_dtype = self.engine.schema.state_dtype
+        if self.engine.schema.in_blocks and self.optimizer is not None:
             raise UnsupportedError(
-                f"{name} is a DTensor of which each rank has a part, and state_dtype='int8' keeps moments in "
+                f"{name} is a DTensor of which each rank has a part, and {state_dtype=} keeps moments in "
                 f"blocks of {STATE_BLOCK} elements of that part, which are others on another mesh: "
                 "state_dtype='bf16'; or save with optimizer=None, the weights alone"
             )

@@ -308,7 +308,7 @@ def _add_model(add: Callable[..., object], add_advanced: Callable[..., object]) 
     computes = "the compute type; fp16 with a dynamic loss scale (bf16)"
     add("--dtype", choices=("bf16", "fp16", "fp32"), default=_DEFAULT.dtype, help=computes)
     state = "how moments are stored: exactly, or in fewer bytes (fp32)"
-    add("--state-dtype", choices=("fp32", "bf16", "int8"), default=_DEFAULT.state_dtype, help=state)
+    add("--state-dtype", choices=("fp32", "bf16", "int8", "int4"), default=_DEFAULT.state_dtype, help=state)
 
 
 def _add_recipe(add: Callable[..., object], add_advanced: Callable[..., object]) -> None:
@@ -390,9 +390,6 @@ def _check(settings: TrainSettings) -> None:
         "--dtype fp16 excludes --update backward, which would apply overflowed gradients.": fp16 and backward,
         "--dtype fp16 excludes --plain: torch's GradScaler refuses gradients of fp16.": fp16
         and settings.plain,
-        f"--dtype {settings.dtype} excludes --state-dtype {settings.state_dtype}, which needs bf16.": (
-            settings.dtype != "bf16" and settings.state_dtype != "fp32"
-        ),
         "--offload-activations excludes --no-checkpointing: it moves the inputs of checkpointed blocks.": (
             offload is not None and not settings.checkpointing
         ),

@@ -38,7 +38,7 @@ class TrainSettings:
     aio: str | None = None
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """The compute type; with fp16 the loss is scaled."""
-    state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
+    state_dtype: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
     """The type in which moments are stored."""
     durable: int = 0
     """Steps from one commit to the next; 0 for none."""

@@ -28,7 +28,7 @@ _DTYPES = {
     for one in names
     for name in (one, f"torch.{one}")
 }
-_STATE_DTYPES = ("fp32", "bf16", "int8")
+_STATE_DTYPES = ("fp32", "bf16", "int8", "int4")
 _OFFLOADS = (None, "host", "nvme")
 _EXPERTS = ("slices", "whole")
 _UNITS = ("auto", "module", "block")
@@ -61,9 +61,9 @@ class Config:
         "fp16" in infinity.deepspeed.initialize's configuration); or "fp32". All have fp32 masters. A
         parameter that is created in another of these types, as by nn.Linear(4, 4, dtype=torch.float32) or
         layer.float() inside Init, computes in that, with fp32 state.
-    state_dtype: how the optimizer's moments are stored: "fp32" (exact), "bf16" (rounded stochastically) or
-        "int8" (block-wise), with 26, 18 and 14 bytes of traffic per parameter and step. The last two need
-        dtype="bf16".
+    state_dtype: how the optimizer's moments are stored: "fp32" (exact), "bf16" (rounded stochastically),
+        "int8" or "int4" (codes, with scales of blocks; AdamW and Adam alone have "int4"), with 26, 18, 14 and
+        12 bytes of traffic per parameter and step of AdamW and dtype="bf16".
     tile_above: bytes, or text like "256MiB": every nn.Linear, nn.Embedding and Hugging Face Conv1D with a
         larger weight is built in tiles of at most that, each fetched, used and released on its own; see
         infinity.tiling. "auto": where the budgets require it; see planning.tile_size. None: layers stay
@@ -239,11 +239,6 @@ class Config:
             if getattr(self, name) not in known:
                 expected = ", ".join(map(repr, known))
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {expected}")
-        if self.dtype != "bf16" and self.state_dtype != "fp32":
-            raise ConfigError(
-                f"state_dtype={self.state_dtype!r} with dtype={self.dtype!r}: moments in fewer bytes need "
-                'dtype="bf16"; leave one of the two out'
-            )
         self._check_quantized()
         self._check_shared()
         check_secondary(self.secondary_shard, self.stage, self.expert_parallel)
@@ -285,8 +280,8 @@ class Config:
             )
         if self.secondary_shard is not None:
             raise ConfigError(
-                f"shared_memory=True with secondary_shard={self.secondary_shard!r}: ranks that see one memory "
-                "assemble layers from no second parts; leave one of the two out"
+                f"shared_memory=True with secondary_shard={self.secondary_shard!r}: ranks that see one "
+                "memory assemble layers from no second parts; leave one of the two out"
             )
         if self.expert_parallel > 1:
             raise ConfigError(

@@ -189,9 +189,6 @@ def _set(parameter: nn.Parameter, key: str | None, value: torch.Tensor, *, local
             "`with infinity.gathered(...)`: set it between steps"
         )
     values = {name: _part(engine, parameter, value, local=local)}
-    if unit.record.schema.state_dtype == "int8" and key is not None:  # both moments have one scale's blocks
-        for other in {"m", "v"} - {name}:
-            values[other] = engine.parameters.read_part(parameter, other)
     engine.parameters.write_part(parameter, values)
 
 

@@ -19,6 +19,7 @@ from infinity import kernels
 from infinity.lane.base import Pass
 from infinity.planning.layout import pieces, tiles
 from infinity.records.record import Record
+from infinity.records.stored_moments import read_moments, write_moments
 from infinity.records.weights import ACCUMULATE, KERNEL_DTYPE, WEIGHTS, WIDEN, compute_dtype
 from infinity.storage.store import DONE, Extent, Future, Transfer
 
@@ -248,17 +249,8 @@ class ReadPass(CopyOutPass):
 
     def _move(self, numel: int, stored: dict[str, int], values: dict[str, int]) -> None:
         super()._move(numel, stored, {field: to for field, to in values.items() if field not in ("m", "v")})
-        state_dtype, asked = self.record.schema.state_dtype, [name for name in ("m", "v") if name in values]
-        if state_dtype == "int8" and asked and "m" in stored:
-            unasked = torch.empty(numel, dtype=torch.float32, device="cpu")
-            m, v = (values.get(name, unasked.data_ptr()) for name in ("m", "v"))
-            kernels.dequantize(numel, stored["m"], stored["v"], stored["scale"], m, v)
-            return
-        for name in asked:
-            if state_dtype == "bf16" and name in stored:
-                kernels.widen(numel, stored[name], values[name])
-            else:
-                _copy_or_clear(4 * numel, values[name], stored.get(name))
+        moments = {field: to for field, to in values.items() if field in ("m", "v")}
+        read_moments(self.record.schema, numel, stored, moments)
 
 
 def _copy_or_clear(nbytes: int, to: int, address: int | None) -> None:
@@ -321,11 +313,10 @@ class WritePass(Pass):
         self._values = values
         self._rewrite = rewrite
         names = {name for fields in values.values() for name in fields}
-        if record.schema.state_dtype == "int8" and ("m" in names) != ("v" in names):
-            raise ValueError(f"{record.name}: 8-bit moments are set together, got {sorted(names)}")
-        wanted = [
-            name for name in record.schema.moments if name in names or (name == "scale" and "m" in names)
-        ]
+        moments = names & {"m", "v"}
+        if moments and record.schema.in_blocks:
+            moments = {"m", "v"}  # of which a block's scales are
+        wanted = [name for name in record.schema.moments_of(moments) if name in record.fields]
         self._names = (*wanted, *(record.schema.weights if "master" in names else ()))
 
     def tiles(self) -> Iterator[tuple[int, int]]:
@@ -344,8 +335,9 @@ class WritePass(Pass):
         return tuple(name for name in self._names if self.record.written(name, start)), self._names
 
     def _fields_set(self) -> set[str]:
-        given = {**dict.fromkeys(self.record.schema.weights, "master"), "scale": "m"}
-        return {given.get(name, name) for name in self._names}
+        given = dict.fromkeys(self.record.schema.weights, "master")
+        found = {given.get(name, name) for name in self._names}
+        return found - {"mv", "scale"} | ({"m", "v"} if "mv" in found else set())
 
     def process(self, start: int, stop: int, addresses: dict[str, int]) -> None:
         """Split, rewrite or copy each parameter's piece."""
@@ -365,7 +357,8 @@ class WritePass(Pass):
             }
             if "master" in new:
                 self._write_master(piece.numel, new["master"], values["master"].dtype, stored)
-            self._write_moments(piece.numel, new, stored)
+            moments = {name: at for name, at in new.items() if name in ("m", "v")}
+            write_moments(self.record.schema, piece.numel, stored, moments)
 
     def _write_master(self, numel: int, new: int, dtype: torch.dtype, stored: dict[str, int]) -> None:
         weights = WEIGHTS[self.record.schema.dtype]
@@ -375,19 +368,6 @@ class WritePass(Pass):
             weights.write_master(numel, new, stored)
         else:
             weights.take(numel, new, stored)
-
-    def _write_moments(self, numel: int, new: dict[str, int], stored: dict[str, int]) -> None:
-        state_dtype = self.record.schema.state_dtype
-        if state_dtype == "int8" and "m" in new:
-            kernels.quantize(numel, new["m"], new["v"], stored["m"], stored["v"], stored["scale"])
-            return
-        for name in ("m", "v"):
-            if name not in new:
-                continue
-            if state_dtype == "bf16":
-                kernels.narrow(numel, new[name], stored[name])
-            else:
-                kernels.copy(4 * numel, stored[name], new[name])
 
     def done_processing(self) -> None:
         """Drop the tensors."""

@@ -73,9 +73,9 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
     params: as for every torch Optimizer. defaults: the options of a param group. recipe: what the optimizer
     computes, and which state it keeps. max_norm: clip the global gradient norm, in fp32, inside the update
     (leave it None if you call torch.nn.utils.clip_grad_norm_). update: "forward" or "backward"; see [Note:
-    when an update happens]. seed: of the random bits that round the moments of Config(state_dtype="bf16" or
-    "int8"); the same seed gives the same bits. speculate: True or "auto" makes updates ahead; see the same
-    note. `state` reads from the records; see ParameterState.
+    when an update happens]. seed: of the random bits that round the moments of Config(state_dtype="bf16",
+    "int8" or "int4"); the same seed gives the same bits. speculate: True or "auto" makes updates ahead; see
+    the same note. `state` reads from the records; see ParameterState.
 
     Raises: ValueError for settings out of range and for parameters that were not built in Init;
     UnsupportedError for torch's options that it does not have.

@@ -16,6 +16,13 @@ from infinity.records.weights import WEIGHTS
 from infinity.sizes import format_size
 from infinity.tensors import local
 
+_WHO = {
+    "bf16": "AdamW, Adam, SGD, Adagrad and Lion",
+    "int8": "AdamW, Adam, SGD, Adagrad and Lion",
+    "int4": "AdamW and Adam, with two moments, and SGD without momentum",
+}
+"""Which optimizers have what state_dtype, for the error."""
+
 
 def check_fits(engine: Engine, what: str, nbytes: int) -> None:
     """Check, without an NVMe tier, that `nbytes` of new state and a step's gradients fit host memory.
@@ -45,9 +52,11 @@ def check_record(recipe: Recipe, schema: RecordSchema, update: str) -> None:
     Raises: UnsupportedError naming the option to change.
     """
     if (schema.dtype, schema.state_dtype) not in recipe.kernels:
+        known = [state for dtype, state in recipe.kernels if dtype == schema.dtype]
         raise UnsupportedError(
-            f"{recipe.name} keeps its state in fp32, and the model was built with "
-            f'state_dtype={schema.state_dtype!r}, which only AdamW has: use Config(state_dtype="fp32")'
+            f"{recipe.name} keeps its state in {' or '.join(known)}, and the model was built with "
+            f"state_dtype={schema.state_dtype!r}, which {_WHO[schema.state_dtype]} have: use "
+            f"Config(state_dtype={known[-1]!r})"
         )
     if WEIGHTS[schema.dtype].overflows and update == "backward":
         raise UnsupportedError(

@@ -28,9 +28,9 @@ class AdamW(OffloadedOptimizer):
     params, lr, betas, eps, weight_decay: as torch.optim.AdamW, per group too. max_norm: clip the global
     gradient norm, in fp32, inside the update (leave it None if you call torch.nn.utils.clip_grad_norm_).
     update: "forward" or "backward"; see [Note: when an update happens] in optim/base.py. seed: of the random
-    bits that round the moments of Config(state_dtype="bf16" or "int8"); the same seed gives the same bits.
-    speculate: "auto" or True makes updates in the backward as if nothing were clipped, and lets them count
-    where step() decides the same; see [Note: when an update happens].
+    bits that round the moments of Config(state_dtype="bf16", "int8" or "int4"); the same seed gives the same
+    bits. speculate: "auto" or True makes updates in the backward as if nothing were clipped, and lets them
+    count where step() decides the same; see [Note: when an update happens].
 
     Raises: ValueError for settings out of range and for parameters that were not built in Init; with
     speculate=True UnsupportedError where no update can be made so, and aio.StorageFullError.
@@ -72,13 +72,14 @@ class Adam(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: When = "forward",
+        seed: int = 0,
         speculate: Speculate = False,
         **options: Any,
     ) -> None:
         settle(Adam, torch.optim.Adam, {"amsgrad": amsgrad, **options}, params)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(
-            params, defaults, recipes.ADAM, max_norm=max_norm, update=update, speculate=speculate
+            params, defaults, recipes.ADAM, max_norm=max_norm, update=update, seed=seed, speculate=speculate
         )
 
 
@@ -101,6 +102,7 @@ class SGD(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: When = "forward",
+        seed: int = 0,
         speculate: Speculate = False,
         **options: Any,
     ) -> None:
@@ -112,7 +114,9 @@ class SGD(OffloadedOptimizer):
         recipe = recipes.MOMENTUM if any(momenta or [momentum]) else recipes.SGD
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
         defaults |= {"weight_decay": weight_decay, "nesterov": nesterov}
-        super().__init__(groups, defaults, recipe, max_norm=max_norm, update=update, speculate=speculate)
+        super().__init__(
+            groups, defaults, recipe, max_norm=max_norm, update=update, seed=seed, speculate=speculate
+        )
 
 
 class Adagrad(OffloadedOptimizer):
@@ -132,6 +136,7 @@ class Adagrad(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: When = "forward",
+        seed: int = 0,
         speculate: Speculate = False,
         **options: Any,
     ) -> None:
@@ -141,7 +146,13 @@ class Adagrad(OffloadedOptimizer):
         defaults = {"lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay}
         defaults["initial_accumulator_value"] = initial_accumulator_value
         super().__init__(
-            params, defaults, recipes.ADAGRAD, max_norm=max_norm, update=update, speculate=speculate
+            params,
+            defaults,
+            recipes.ADAGRAD,
+            max_norm=max_norm,
+            update=update,
+            seed=seed,
+            speculate=speculate,
         )
 
     def make_room(self, engine: Engine, parameter: nn.Parameter) -> None:
@@ -171,11 +182,12 @@ class Lion(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: When = "forward",
+        seed: int = 0,
         speculate: Speculate = False,
         **options: Any,
     ) -> None:
         settle(Lion, None, options, params)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(
-            params, defaults, recipes.LION, max_norm=max_norm, update=update, speculate=speculate
+            params, defaults, recipes.LION, max_norm=max_norm, update=update, seed=seed, speculate=speculate
         )

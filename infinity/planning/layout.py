@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from infinity.sizes import BLOCK, round_up
 
 STATE_BLOCK = 256
-"""Elements that share one pair of scales in an 8-bit state; see kernels."""
+"""Elements that share one pair of scales in an 8- or 4-bit state; see kernels."""
 
 _WEIGHTS: dict[str, dict[str, float]] = {
     "bf16": {"hi": 2, "lo": 2},
@@ -25,6 +25,7 @@ _MOMENTS: dict[str, dict[str, float]] = {
     "fp32": {"m": 4, "v": 4},
     "bf16": {"m": 2, "v": 2},
     "int8": {"m": 1, "v": 1, "scale": 8 / STATE_BLOCK},
+    "int4": {"mv": 1, "scale": 8 / STATE_BLOCK},
 }
 _OTHERS = {"grad16": 2, "grad32": 4, "activation": 2}
 _SLOT_NBYTES = 16
@@ -34,8 +35,9 @@ class RecordSchema:
     """The fields of a record, and what they take: fixed by the type that computes, and that of the
     optimizer's state.
 
-    state_dtype: "fp32", "bf16" or "int8"; dtype: "bf16", "fp16" or "fp32". `hi` is what computes, whatever
-    its type. grad16 and grad32 are a spilled gradient's two forms; an activation is a record of its own.
+    state_dtype: "fp32", "bf16", "int8" or "int4", of which `mv` has both moments of an element in a byte;
+    dtype: "bf16", "fp16" or "fp32". `hi` is what computes, whatever its type. grad16 and grad32 are a spilled
+    gradient's two forms; an activation is a record of its own.
     """
 
     def __init__(self, state_dtype: str, dtype: str = "bf16", more: Sequence[str] = ()) -> None:
@@ -81,7 +83,19 @@ class RecordSchema:
     @property
     def name(self) -> str:
         """What tells it from every other, for people."""
-        return self.state_dtype if self.dtype == "bf16" else f"{self.dtype} record"
+        if self.dtype == "bf16":
+            return self.state_dtype
+        return f"{self.dtype} record" + ("" if self.state_dtype == "fp32" else f", {self.state_dtype}")
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether moments are codes, whose blocks of STATE_BLOCK elements have scales."""
+        return "scale" in self.moments
+
+    def moments_of(self, kept: Iterable[str]) -> tuple[str, ...]:
+        """Return the fields in which an optimizer's moments are that keeps these of `m` and `v`."""
+        kept = tuple(kept)
+        return tuple(name for name in self.moments if name in kept or (kept and name not in ("m", "v")))
 
     @property
     def stepped_nbytes(self) -> float:

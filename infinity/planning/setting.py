@@ -70,14 +70,12 @@ class Setting:
             )
         if self.units not in ("auto", "module", "block"):
             raise ConfigError(f'units={self.units!r}: expected "auto", "module" or "block"')
-        if self.state_dtype not in ("fp32", "bf16", "int8"):
-            raise ConfigError(f'state_dtype={self.state_dtype!r}: expected "fp32", "bf16" or "int8"')
+        if self.state_dtype not in ("fp32", "bf16", "int8", "int4"):
+            raise ConfigError(f'state_dtype={self.state_dtype!r}: expected "fp32", "bf16", "int8" or "int4"')
         if self.dtype not in ("bf16", "fp16", "fp32"):
             raise ConfigError(f'dtype={self.dtype!r}: expected "bf16", "fp16" or "fp32"')
         if self.dtype == "fp16" and self.update == "backward":
             raise ConfigError('update="backward" with fp16 would apply overflows: update="forward"')
-        if self.dtype != "bf16" and self.state_dtype != "fp32":
-            raise ConfigError(f'state_dtype={self.state_dtype!r} goes with dtype="bf16", not {self.dtype!r}')
 
     def _check_speculation(self) -> None:
         if self.speculate and self.update == "backward":

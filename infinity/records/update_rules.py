@@ -1,8 +1,9 @@
 """Update rules: the state that each optimizer keeps in a record, its scalars, and its kernel per schema.
 
 [Note: masters that are not split]
-AdamW has a kernel for each schema of a record. The other optimizers' kernels work on split masters (hi, lo):
-in other schemas a part that fits the caches is split, stepped and joined again, which loses no bit.
+AdamW has a kernel for each schema of a record, and so has every optimizer where moments are small. The
+others' kernels of fp32 moments work on split masters (hi, lo): in other schemas a part that fits the caches
+is split, stepped and joined again, which loses no bit.
 """
 
 from __future__ import annotations
@@ -75,10 +76,8 @@ class Recipe:
         return () if self.matrices is not None else self.fields(schema)
 
     def fields(self, schema: RecordSchema) -> tuple[str, ...]:
-        """Return the fields of a record that hold its state, the scales of 8-bit moments included."""
-        return tuple(
-            name for name in schema.moments if name in self.state or (name == "scale" and self.state)
-        )
+        """Return the fields of a record that hold its state, the scales of codes included."""
+        return schema.moments_of(self.state)
 
 
 def _adam_scalars(group: Mapping[str, Any], step: int, clip: float) -> kernels.AdamWScalars:
@@ -119,15 +118,33 @@ def _lion_scalars(group: Mapping[str, Any], _step: int, clip: float) -> kernels.
     return kernels.LionScalars(float(group["lr"]), beta1, beta2, group["weight_decay"], clip)
 
 
-def _over(call: Any, *names: str, rounds: bool = False) -> Kernel:
-    """Return a Kernel from a kernel over the addresses of these fields. rounds: it rounds stochastically."""
+def _over(call: Any, *names: str) -> Kernel:
+    """Return a Kernel from a kernel over the addresses of these fields."""
 
     def step(span: UpdateSpan, scalars: Any) -> None:
         fields = [span.at[name] for name in names]
-        random_bits = (span.key, span.first) if rounds else ()
-        call(span.n, *fields, span.grad, span.dtype, scalars, *random_bits, span.sums)
+        call(span.n, *fields, span.grad, span.dtype, scalars, span.sums)
 
     return step
+
+
+def _on_small(recipe: kernels.SmallRecipe, *states: str) -> dict[tuple[str, str], Kernel]:
+    """Return an optimizer's kernels on moments that are rounded stochastically, for weights of every type."""
+
+    def of(weights: Any, state: Any) -> Kernel:
+        def step(span: UpdateSpan, scalars: Any) -> None:
+            where = span.grad, span.dtype
+            kernels.small_step(
+                recipe, weights, state, span.n, span.at, *where, scalars, span.key, span.first, span.sums
+            )
+
+        return step
+
+    return {(weights, state): of(weights, state) for weights in WEIGHTS for state in states}
+
+
+_ONE, _BOTH = ("bf16", "int8"), ("bf16", "int8", "int4")
+"""In which the moments of optimizers with one, and with two, can be kept beside fp32."""
 
 
 def on_every_record(step: Kernel) -> dict[tuple[str, str], Kernel]:
@@ -169,29 +186,59 @@ def _without_momentum(span: UpdateSpan, scalars: Any) -> None:
 
 _ADAMW_KERNELS = {
     ("bf16", "fp32"): _over(kernels.adamw, "hi", "lo", "m", "v"),
-    ("bf16", "bf16"): _over(kernels.adamw_bf16, "hi", "lo", "m", "v", rounds=True),
-    ("bf16", "int8"): _over(kernels.adamw_int8, "hi", "lo", "m", "v", "scale", rounds=True),
     ("fp16", "fp32"): _over(kernels.adamw_fp16, "hi", "master", "m", "v"),
     ("fp32", "fp32"): _over(kernels.adamw_fp32, "hi", "m", "v"),
+    **_on_small("adamw", *_BOTH),
 }
 
-_ADAM_KERNELS = on_every_record(_over(kernels.adam, "hi", "lo", "m", "v"))
-_SGD_KERNELS = on_every_record(_over(kernels.sgd, "hi", "lo", "m"))
-_ADAGRAD_KERNELS = on_every_record(_over(kernels.adagrad, "hi", "lo", "v"))
-_LION_KERNELS = on_every_record(_over(kernels.lion, "hi", "lo", "m"))
+_ADAM_KERNELS = {
+    **on_every_record(_over(kernels.adam, "hi", "lo", "m", "v")),
+    **_on_small("adam", *_BOTH),
+}
+_SGD_KERNELS = {**on_every_record(_over(kernels.sgd, "hi", "lo", "m")), **_on_small("sgd", *_ONE)}
+_ADAGRAD_KERNELS = {
+    **on_every_record(_over(kernels.adagrad, "hi", "lo", "v")),
+    **_on_small("adagrad", *_ONE),
+}
+_LION_KERNELS = {**on_every_record(_over(kernels.lion, "hi", "lo", "m")), **_on_small("lion", *_ONE)}
 ADAM_STATE = {"m": "exp_avg", "v": "exp_avg_sq"}
-_SPLIT_ALONE = frozenset({("bf16", "fp32")})
+
+
+def _summing(steps: Mapping[tuple[str, str], Kernel]) -> frozenset[tuple[str, str]]:
+    """Return those whose kernel takes checksums on its way: all but those that split masters in Python."""
+    return frozenset(one for one in steps if one == ("bf16", "fp32") or one[1] != "fp32")
+
+
+_STATELESS = {
+    (dtype, state): step
+    for (dtype, _), step in on_every_record(_without_momentum).items()
+    for state in ("fp32", *_BOTH)
+}
 
 ADAMW = Recipe(
     "AdamW", ADAM_STATE, _adam_scalars, _ADAMW_KERNELS, frozenset(_ADAMW_KERNELS), tensor_steps.adamw
 )
-ADAM = Recipe("Adam", ADAM_STATE, _adam_scalars, _ADAM_KERNELS, _SPLIT_ALONE, tensor_steps.adam)
-SGD = Recipe("SGD", {}, _plain_sgd_scalars, on_every_record(_without_momentum), tensors=tensor_steps.sgd)
-MOMENTUM = Recipe("SGD", {"m": "momentum_buffer"}, _sgd_scalars, _SGD_KERNELS, _SPLIT_ALONE, tensor_steps.sgd)
-ADAGRAD = Recipe(
-    "Adagrad", {"v": "sum"}, _adagrad_scalars, _ADAGRAD_KERNELS, _SPLIT_ALONE, tensor_steps.adagrad
+ADAM = Recipe("Adam", ADAM_STATE, _adam_scalars, _ADAM_KERNELS, _summing(_ADAM_KERNELS), tensor_steps.adam)
+SGD = Recipe("SGD", {}, _plain_sgd_scalars, _STATELESS, tensors=tensor_steps.sgd)
+MOMENTUM = Recipe(
+    "SGD",
+    {"m": "momentum_buffer"},
+    _sgd_scalars,
+    _SGD_KERNELS,
+    _summing(_SGD_KERNELS),
+    tensor_steps.sgd,
 )
-LION = Recipe("Lion", {"m": "exp_avg"}, _lion_scalars, _LION_KERNELS, _SPLIT_ALONE, tensor_steps.lion)
+ADAGRAD = Recipe(
+    "Adagrad",
+    {"v": "sum"},
+    _adagrad_scalars,
+    _ADAGRAD_KERNELS,
+    _summing(_ADAGRAD_KERNELS),
+    tensor_steps.adagrad,
+)
+LION = Recipe(
+    "Lion", {"m": "exp_avg"}, _lion_scalars, _LION_KERNELS, _summing(_LION_KERNELS), tensor_steps.lion
+)
 MUON = Recipe(
     "Muon",
     {"m": "momentum_buffer"},

@@ -1,8 +1,8 @@
-"""How the reference recipe stores Adam's moments: in fp32, bf16 or 8 bits, in plain torch.
+"""How the reference recipe stores moments: in fp32, bf16, 8 or 4 bits, in plain torch.
 
-A step on bf16 or 8-bit moments widens them to fp32, computes [Note: the small step] of recipe.py on them, and
-stores the new moments rounded. The weight is computed from the unrounded ones. kernels.h has the same rules,
-and the kernels give the same bits.
+A step on moments that are not fp32 widens them to fp32, computes [Note: the small step] of recipe.py on them
+(other optimizers their own step), and stores the new moments rounded. The weight is computed from the
+unrounded ones. kernels.h has the same rules, and the kernels give the same bits.
 
 [Note: stochastic rounding]
 A moment between two stored values becomes the upper one with probability (x - lower) / (upper - lower), else
@@ -31,14 +31,21 @@ c = 0 stands for 0. A value of m below code 1 becomes code 1 or 0, stochasticall
 unless its grid point is 0 (below 2^-129), so that v is never 0 where m is not, which would make a step of
 m / eps. v has twice m's range in powers of two, since it has the size of m's square. Infinities and NaNs are
 on the grid; a finite value beyond the largest finite grid point is truncated to it.
+
+[Note: 4-bit moments]
+The same with coarser grids: of m the floats with one bit of mantissa, 2^22 apart in their bits, and of v the
+powers of two, 2^23 apart; the 20 random bits are the highest below a grid step. m has a sign (bit 3) and 7
+codes beside 0, of which the smallest is 1/8 of the scale; v 15, of which the smallest is 2^-14 of it. Powers
+of two have no NaN: a v that is NaN becomes infinite (its m, and so its weight, stay NaN).
 """
 
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-StateDtype: TypeAlias = Literal["fp32", "bf16", "int8"]
+StateDtype: TypeAlias = Literal["fp32", "bf16", "int8", "int4"]
 
 STATE_BLOCK = 256  # elements that share a pair of scales
 U32_MASK = 2**32 - 1
@@ -46,10 +53,24 @@ U64_MASK = 2**64 - 1
 SIZE_MASK = 2**31 - 1  # an fp32 without its sign
 
 BF16_MAX = 0x7F7F0000  # bits of the largest finite bf16
-GRID_STEP = 1 << 20
-GRID_MAX = 0x7F700000  # bits of the largest finite grid point
+INFINITY_BITS = 0x7F800000
 SCALE_MIN = 0x12800000  # bits of 2^-90
-M_CODES, V_CODES = 127, 255
+CODE_NOISE = 20
+
+
+class MomentCoding(NamedTuple):
+    """The codes of a moment: how many there are beside 0, the bits that its grid drops, and whether they have
+    a sign, the bit above them.
+    """
+
+    codes: int
+    shift: int
+    signed: bool
+
+
+M8, V8 = MomentCoding(127, 20, signed=True), MomentCoding(255, 20, signed=False)
+M4, V4 = MomentCoding(7, 22, signed=True), MomentCoding(15, 23, signed=False)
+_CODINGS = {"int8": (M8, V8), "int4": (M4, V4)}
 
 
 def state_key(seed: int, parameter: int, step: int) -> int:
@@ -106,74 +127,91 @@ def in_blocks(flat: Tensor) -> Tensor:
     return torch.nn.functional.pad(flat, (0, blocks * STATE_BLOCK - len(flat))).view(blocks, STATE_BLOCK)
 
 
-def encode_at_random(values: Tensor, random: Tensor, codes: int) -> tuple[Tensor, Tensor]:
-    """Return the 8-bit codes of flat fp32 values and their blocks' scales: [Note: 8-bit moments].
+def encode_at_random(values: Tensor, random: Tensor, by: MomentCoding) -> tuple[Tensor, Tensor]:
+    """Return the codes of flat fp32 values and their blocks' scales: [Note: 8-bit moments].
 
-    random: 20 bits per value; codes: M_CODES (signed) or V_CODES (non-negative values).
+    random: CODE_NOISE bits per value.
     """
+    step = 1 << by.shift
     bits, random = in_blocks(bits_of(values)), in_blocks(random)
     size = bits & SIZE_MASK
-    point = torch.where(size < GRID_MAX, size + random, size) // GRID_STEP * GRID_STEP
+    noisy = size + (random << (by.shift - CODE_NOISE))
+    point = torch.where(size < INFINITY_BITS - step, noisy, size) // step * step
     largest = point.amax(dim=1, keepdim=True)
     scale = largest.clamp(min=SCALE_MIN)
-    base = scale - codes * GRID_STEP
-    code = (point - base) // GRID_STEP
-    smallest = base + GRID_STEP
-    if codes == M_CODES:
-        needed = (GRID_STEP - random).float() * (float_of(smallest) * 2.0**-20)  # exact
+    base = scale - by.codes * step
+    code = (point - base) // step
+    smallest = base + step
+    if by.signed:
+        needed = ((1 << CODE_NOISE) - random).float() * (float_of(smallest) * 2.0**-CODE_NOISE)  # exact
         code = torch.where(size < smallest, (size >= bits_of(needed)).long(), code)
-        code += bits >> 31 << 7
+        code += (bits >> 31) * (by.codes + 1)
     else:
         code = torch.where(point > 0, code.clamp(min=1), 0)
     stored_scale = torch.where(largest > 0, scale, 0)
     return code.flatten()[: len(values)].to(torch.uint8), float_of(stored_scale.flatten())
 
 
-def decode(code: Tensor, scale: Tensor, codes: int) -> Tensor:
-    """Return the exact fp32 values of flat 8-bit codes."""
+def decode(code: Tensor, scale: Tensor, by: MomentCoding) -> Tensor:
+    """Return the exact fp32 values of flat codes."""
     blocks = in_blocks(code.long())
-    magnitude = blocks & codes
-    base = bits_of(scale).unsqueeze(1) - codes * GRID_STEP
-    sign = (blocks >> 7 << 31) if codes == M_CODES else 0
-    bits = sign + torch.where(magnitude > 0, base + magnitude * GRID_STEP, 0)
+    magnitude = blocks & by.codes
+    base = bits_of(scale).unsqueeze(1) - by.codes * (1 << by.shift)
+    sign = blocks // (by.codes + 1) << 31 if by.signed else 0
+    bits = sign + torch.where(magnitude > 0, base + magnitude * (1 << by.shift), 0)
     return float_of(bits.flatten()[: len(code)])
 
 
 def zero_moments(master: Tensor, state_dtype: StateDtype) -> dict[str, Tensor]:
     """Return the stored moments of a parameter before its first step.
 
-    `exp_avg` and `exp_avg_sq` have the parameter's shape; with 8 bits, `scale` holds the scales of m and v
-    for each block in turn, in fp32.
+    `exp_avg` and `exp_avg_sq` have the parameter's shape, also of 4-bit codes, which records keep two in a
+    byte; with 8 or 4 bits, `scale` holds the scales of m and v for each block in turn, in fp32.
     """
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}[state_dtype]
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8, "int4": torch.uint8}
+    dtype = types[state_dtype]
     moments = {name: torch.zeros_like(master, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
-    if state_dtype == "int8":
+    if state_dtype in _CODINGS:
         moments["scale"] = torch.zeros(-(-master.numel() // STATE_BLOCK) * 2, device=master.device)
     return moments
 
 
-def widened(state: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def widened(state: dict[str, Any], state_dtype: StateDtype) -> tuple[Tensor, Tensor]:
     """Return m and v in fp32: the stored tensors themselves if they are fp32."""
     m, v = state["exp_avg"], state["exp_avg_sq"]
-    if "scale" in state:
-        m_scale, v_scale = state["scale"].view(-1, 2).unbind(1)
-        m = decode(m.flatten(), m_scale.contiguous(), M_CODES).view(m.shape)
-        v = decode(v.flatten(), v_scale.contiguous(), V_CODES).view(v.shape)
+    if state_dtype in _CODINGS:
+        scales = state["scale"].view(-1, 2).unbind(1)
+        m, v = (
+            decode(one.flatten(), scale.contiguous(), by).view(one.shape)
+            for one, scale, by in zip((m, v), scales, _CODINGS[state_dtype], strict=True)
+        )
     return m.float(), v.float()
 
 
-def store(state: dict[str, Any], m: Tensor, v: Tensor, key: int) -> None:
+def store(state: dict[str, Any], m: Tensor, v: Tensor, key: int, state_dtype: StateDtype) -> None:
     """Store new fp32 moments in a parameter's state; a narrower state is rounded with the noise of `key`."""
-    if state["exp_avg"].dtype == torch.float32:
+    if state_dtype == "fp32":
         return  # m and v are the stored tensors
-    width = 20 if "scale" in state else 16
+    width = CODE_NOISE if state_dtype in _CODINGS else 16
     m_random, v_random = (random.to(m.device) for random in noise(key, m.numel(), width))
     m, v = m.flatten(), v.flatten()
-    if "scale" in state:
-        m, m_scale = encode_at_random(m, m_random, M_CODES)
-        v, v_scale = encode_at_random(v, v_random, V_CODES)
+    if state_dtype in _CODINGS:
+        of_m, of_v = _CODINGS[state_dtype]
+        m, m_scale = encode_at_random(m, m_random, of_m)
+        v, v_scale = encode_at_random(v, v_random, of_v)
         state["scale"].copy_(torch.stack((m_scale, v_scale), dim=1).flatten())
     else:
         m, v = bf16_at_random(m, m_random), bf16_at_random(v, v_random)
     state["exp_avg"].copy_(m.view(state["exp_avg"].shape))
     state["exp_avg_sq"].copy_(v.view(state["exp_avg_sq"].shape))
+
+
+def step_stored(
+    state: dict[str, Any], key: int, state_dtype: StateDtype, step: Callable[[Tensor, Tensor], None]
+) -> None:
+    """Make a step on stored moments: `step` changes m and v, in fp32, in place; one that its optimizer does
+    not keep stays zero.
+    """
+    m, v = widened(state, state_dtype)
+    step(m, v)
+    store(state, m, v, key, state_dtype)

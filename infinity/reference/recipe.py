@@ -56,6 +56,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast, get_args
 
 import torch
@@ -63,7 +64,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 from torch.utils.weak import WeakIdKeyDictionary
 
-from infinity.reference.moments import StateDtype, state_key, store, widened, zero_moments
+from infinity.reference.moments import StateDtype, state_key, step_stored, zero_moments
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -252,8 +253,8 @@ class ReferenceAdamW(torch.optim.Optimizer):
     """The recipe's AdamW, over parameters that `prepare` has converted, or that are their own masters.
 
     max_norm: clip the gradients to this global norm in step(); clip_grad_norm_ then raises. state_dtype: how
-    the moments are stored, "fp32", "bf16" or "int8"; seed: of the rounding of the last two. State of each
-    parameter: `master` (fp32), `step` (int), and the tensors of `zero_moments`.
+    the moments are stored, "fp32", "bf16", "int8" or "int4"; seed: of the rounding of all but the first.
+    State of each parameter: `master` (fp32), `step` (int), and the tensors of `zero_moments`.
     """
 
     def __init__(
@@ -334,11 +335,12 @@ class ReferenceAdamW(torch.optim.Optimizer):
             state = self.state[parameter]
             state["step"] += 1
             _take_edits(parameter, state["master"])
-            m, v = widened(state)
             factor = factor if clip is None else clip
+            count = state["step"]
             make_step = adamw_step if self.state_dtype == "fp32" else adamw_small_step
-            make_step(state["master"], m, v, grad, factor, state["step"], group)
-            store(state, m, v, state_key(self.seed, number, state["step"]))
+            rest = grad, factor, count, group
+            step = partial(_with_moments, make_step, state["master"], rest)
+            step_stored(state, state_key(self.seed, number, count), self.state_dtype, step)
             parameter.copy_(rounded(state["master"], parameter.dtype))
         return loss
 
@@ -365,6 +367,12 @@ class ReferenceAdamW(torch.optim.Optimizer):
                 moment.copy_(saved[name])
             self.state[parameter] = {"step": int(saved["step"]), "master": masters[parameter], **moments}
             parameter.copy_(rounded(masters[parameter], parameter.dtype))
+
+
+def _with_moments(
+    make_step: Callable[..., None], master: Tensor, rest: tuple[Any, ...], m: Tensor, v: Tensor
+) -> None:
+    make_step(master, m, v, *rest)
 
 
 def _take_edits(parameter: Tensor, master: Tensor) -> None:

@@ -58,6 +58,22 @@ def test_what_follows_a_resume_equals_a_run_never_interrupted(
     assert same(again.state(), state)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"state_dtype": "int4"}, {"state_dtype": "int8", "dtype": "fp32"}])
+def test_a_run_with_other_small_moments_goes_on_in_the_same_bits(folder, tmp_path_factory, settings):
+    settings = {"update": "forward", "host_memory": "2MiB", **settings}
+    whole = Run(tmp_path_factory.mktemp("nvme"), durable=False, **settings)
+    losses, state = whole.train(), whole.state()
+    whole.kill()
+    first = Run(folder, **settings)
+    before = first.train(3)
+    first.kill()
+    again = Run(folder, seed=99, **settings)
+    after = again.train()
+    assert {**before, **after} == losses
+    assert same(again.state(), state)
+
+
 @pytest.mark.parametrize("host_memory", ["256KiB", "2MiB"])  # of two tiers: some scales are pinned
 def test_a_run_of_before_scales_shared_blocks_goes_on_in_the_same_bits(
     folder, uninterrupted, monkeypatch, host_memory

@@ -463,6 +463,21 @@ def test_torchs_checkpoints_read_weights_of_8_bit_moments_and_no_codes_as_if_the
         dcp.load({f"exp_avg.{name}": found[name]}, storage_reader=reader, no_dist=True)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_4_bit_moments_are_saved_and_loaded_as_codes_and_torchs_checkpoints_refuse_them(folder):
+    training, again = start(state_dtype="int4"), start(state_dtype="int4")
+    go_on(training, 0, 2)
+    save(*training[:2], folder / "saved")
+    load(*again[:2], folder / "saved")
+    again[2].load_state_dict(training[2].state_dict())
+    assert go_on(again, 2, 4) == go_on(training, 2, 4)
+    name, weight = next(iter(training[0].named_parameters()))
+    values = {f"exp_avg_both.{name}": torch.zeros(weight.shape, dtype=torch.uint8)}
+    with pytest.raises(dcp.api.CheckpointException, match=f"{name}: .*state_dtype='int4', which are codes"):
+        dcp.load(values, storage_reader=CheckpointReader(folder / "saved"), no_dist=True)
+
+
 def test_moments_of_a_parameter_that_is_frozen_while_it_is_loaded_are_there_when_it_is_thawed(folder):
     def thaw(training):
         training[0].model.layers[1].requires_grad_(True)

@@ -121,7 +121,7 @@ def test_fragments_are_the_recipes_masters_moments_and_gradients(precision, accu
 
 
 @pytest.mark.parametrize("local", [False, True])
-@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8", "int4"])
 def test_fragments_that_are_set_are_those_that_the_next_step_takes(state_dtype, local):
     engine = build("bf16", infinity={"host_memory": "16MiB", "state_dtype": state_dtype})
     go(engine)

@@ -179,10 +179,10 @@ def test_adamw_equals_the_reference_recipe_bit_for_bit(isa, state_dtype, grad_dt
         if count == 6:
             grad[::999] = torch.inf
             grad[3::999] = torch.nan
-        m, v = reference_state.widened(state)
+        m, v = reference_state.widened(state, state_dtype)
         group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
         reference.adamw_small_step(master, m, v, grad, torch.tensor(0.37), count, group)
-        reference_state.store(state, m, v, reference_state.state_key(5, 6, count))
+        reference_state.store(state, m, v, reference_state.state_key(5, 6, count), state_dtype)
         clip = torch.tensor(0.37).item()
         step(fields, grad, kernels.state_key(5, 6, count), step=count, clip=clip)
         assert torch.equal(bits(master), bits(join(*fields[:2])))

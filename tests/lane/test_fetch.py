@@ -123,7 +123,7 @@ class Setup:
             into["hi"] = torch.empty(NUMELS[index], dtype=torch.bfloat16)
             self.run(ReadPass(self.record, index, TILE, into))
             state = self.reference.state[one]
-            m, v = widened(state)
+            m, v = widened(state, self.reference.state_dtype)
             expected = {"master": state["master"], "m": m, "v": v, "hi": one.detach()}
             for name, tensor in into.items():
                 assert torch.equal(tensor, expected[name]), f"p{index}.{name}"

@@ -13,7 +13,7 @@ from infinity.lane.passes import LeavePass, ReadPass, SpillPart, SpillPass, Writ
 from infinity.planning.layout import RecordSchema, lay_out
 from infinity.records.record import Record, Traffic
 from infinity.reference import rounded
-from infinity.reference.moments import M_CODES, V_CODES, decode, encode_at_random
+from infinity.reference.moments import M4, M8, V4, V8, decode, encode_at_random
 from infinity.storage.memory import Ledger, Pool
 from infinity.storage.store import HostStore
 from infinity.units.unit import Unit
@@ -132,11 +132,12 @@ def test_moments_are_stored_in_the_records_format(made, schema):
     assert all(torch.equal(*pair) for pair in zip(alone, once.values(), strict=True))
 
 
-def test_8_bit_moments_that_the_reference_has_stored_are_those_that_are_read(made):
-    setup = made("int8")
+@pytest.mark.parametrize(("state_dtype", "m", "v"), [("int8", M8, V8), ("int4", M4, V4)])
+def test_codes_that_the_reference_has_stored_are_those_that_are_read(made, state_dtype, m, v):
+    setup = made(state_dtype)
     half = torch.full((NUMELS[2],), 1 << 15)
     stored = {}
-    for name, codes in (("m", M_CODES), ("v", V_CODES)):
+    for name, codes in (("m", m), ("v", v)):
         values = torch.randn(NUMELS[2]) if name == "m" else torch.rand(NUMELS[2])
         stored[name] = decode(*encode_at_random(values, half, codes), codes)
     setup.write({2: stored})
@@ -144,9 +145,16 @@ def test_8_bit_moments_that_the_reference_has_stored_are_those_that_are_read(mad
     assert all(torch.equal(found[name], one) for name, one in stored.items())
 
 
-def test_8_bit_moments_are_set_together_or_refused(made):
-    with pytest.raises(ValueError, match=r"layers\.3: 8-bit moments are set together, got \['m'\]"):
-        WritePass(made("int8").record, TILE, {0: {"m": torch.zeros(5000)}})
+@pytest.mark.parametrize("state_dtype", ["int8", "int4"])
+def test_of_moments_that_share_blocks_the_one_that_is_not_set_stays(made, state_dtype):
+    setup = made(state_dtype)
+    m, v = torch.randn(NUMELS[2]), torch.rand(NUMELS[2])
+    setup.write({2: {"m": m, "v": v}})
+    before = setup.read(2, "m", "v")
+    setup.write({2: {"m": -2 * before["m"]}})
+    after = setup.read(2, "m", "v")
+    assert torch.equal(after["m"], -2 * before["m"])
+    assert torch.equal(after["v"], before["v"])
 
 
 def test_one_parameters_write_leaves_the_others_as_they_are(setup):

@@ -1,4 +1,4 @@
-"""Training with 16- and 8-bit moments equals the reference recipe bit for bit. Real models, a real disk."""
+"""Training with 16-, 8- and 4-bit moments equals the reference bit for bit. Real models, a real disk."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from infinity.reference.moments import STATE_BLOCK
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
-LEAST = {"bf16": "128KiB", "int8": "256KiB"}
+LEAST = {"bf16": "128KiB", "int8": "256KiB", "int4": "256KiB"}
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ LEAST = {"bf16": "128KiB", "int8": "256KiB"}
         together=1,
         update=["forward", "backward"],
         memory=["least", "1MiB", "64MiB"],
-        state_dtype=["bf16", "int8"],
+        state_dtype=["bf16", "int8", "int4"],
         name=["llama", "gpt2", "mixtral"],
     )
 )
@@ -30,7 +30,7 @@ def test_training_equals_the_reference_at_any_budget(folder, name, state_dtype, 
     models.compare(name, SETTINGS, init, steps=4, update=update)
 
 
-@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("state_dtype", ["bf16", "int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_clipping_and_accumulation_change_nothing_about_that(folder, state_dtype):
     init = {"nvme": folder, "host_memory": "1MiB", "state_dtype": state_dtype}
     models.compare("llama", {**SETTINGS, "max_norm": 0.5}, init, steps=4, accumulate=2)
@@ -47,13 +47,13 @@ def test_another_seed_rounds_otherwise(folder):
     assert not torch.equal(masters[0], masters[2])
 
 
-@pytest.mark.parametrize(("state_dtype", "width"), [("fp32", 8), ("bf16", 4), ("int8", 2)])
+@pytest.mark.parametrize(("state_dtype", "width"), [("fp32", 8), ("bf16", 4), ("int8", 2), ("int4", 1)])
 def test_the_records_take_what_their_format_takes(folder, state_dtype, width):
     with Init(nvme=str(folder), host_memory="64MiB", state_dtype=state_dtype):
         model = torch.nn.Linear(256, 4096, bias=False)
     AdamW(model.parameters())
     numel = 256 * 4096
-    scales = numel // STATE_BLOCK * 8 if state_dtype == "int8" else 0
+    scales = numel // STATE_BLOCK * 8 if state_dtype in ("int8", "int4") else 0
     taken = stats(model).nvme_nbytes
     assert numel * (4 + width) + scales <= taken <= 1.1 * (numel * (4 + width) + scales)
 
@@ -76,7 +76,7 @@ def test_in_small_tiles_scales_move_about_as_many_bytes_as_they_have(folder, mem
     assert moved[2] - moved[1] == 2 * scales
 
 
-@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("state_dtype", ["bf16", "int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_a_loaded_state_is_the_saved_one(folder, state_dtype):
     init = {"nvme": str(folder), "host_memory": "1MiB", "state_dtype": state_dtype}
     model = models.build("llama", **init)
@@ -94,5 +94,5 @@ def test_a_loaded_state_is_the_saved_one(folder, state_dtype):
 
 
 def test_a_type_that_is_none_is_refused_by_name(folder):
-    with pytest.raises(ConfigError, match=r"state_dtype='fp8'.*'fp32', 'bf16', 'int8'"):
+    with pytest.raises(ConfigError, match=r"state_dtype='fp8'.*'fp32', 'bf16', 'int8', 'int4'"):
         Init(nvme=str(folder), host_memory="1MiB", state_dtype="fp8")

@@ -141,6 +141,7 @@ def test_bytes_per_parameter_are_those_of_the_design():
     assert per_parameter(state_dtype="bf16") == (10, 8)
     # With the smallest budget a tile has 4096 elements; the scales of 32 of them share a block.
     assert per_parameter(state_dtype="int8", host_nbytes=256 << 10) == (8, 6)
+    assert per_parameter(state_dtype="int4", host_nbytes=256 << 10) == (7, 5)
 
 
 def test_spilled_gradients_are_written_and_read_and_grow_with_micro_batches():

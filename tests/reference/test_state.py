@@ -13,7 +13,7 @@ from torch import nn
 from infinity import reference
 from infinity.reference import moments as reference_state
 
-STATE_DTYPES = ("fp32", "bf16", "int8")
+STATE_DTYPES = ("fp32", "bf16", "int8", "int4")
 
 
 def batches(count):
@@ -108,15 +108,16 @@ def test_what_cannot_be_meant_is_refused():
 
 
 def test_every_code_and_scale_of_the_grid_comes_back_exactly():
-    codes = torch.arange(256).to(torch.uint8)
-    for scale in (2.0**-90, 1.125 * 2.0**-20, 1.0, 1.75, 1.875 * 2.0**127):
-        for kind in (reference_state.M_CODES, reference_state.V_CODES):
-            values = reference_state.decode(codes, torch.tensor([scale]), kind)
+    for by in (reference_state.M8, reference_state.V8, reference_state.M4, reference_state.V4):
+        count, least = by.codes + 1 << by.signed, 2.0 ** (by.shift - 23)  # the least step, beside 1
+        codes = torch.arange(count).to(torch.uint8)
+        for scale in (2.0**-90, (1 + least) * 2.0**-20 if least < 1 else 0.5, 1.0, (2 - least) * 2.0**127):
+            values = reference_state.decode(codes, torch.tensor([scale]), by)
             assert values.max() == scale
             assert values.isfinite().all()
-            again, scales = reference_state.encode_at_random(values, torch.full((256,), 0xFFFF), kind)
+            again, scales = reference_state.encode_at_random(values, torch.full((count,), 0xFFFF), by)
             assert torch.equal(codes, again)
             assert scales.item() == scale
             magnitudes = values.abs().unique()[1:]
-            assert len(magnitudes) == kind
-            assert (magnitudes.diff() / magnitudes[:-1]).max() <= 1 / 8
+            assert len(magnitudes) == by.codes
+            assert (magnitudes.diff() / magnitudes[:-1]).max() <= least

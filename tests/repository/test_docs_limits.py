@@ -415,13 +415,14 @@ TRIED = {
         lambda lab: infinity.Muon(lab.build(lambda: nn.Conv2d(3, 4, 3)).parameters()),
     ],
     "`amsgrad=True`": [lambda lab: lab.optimizer(amsgrad=True)],
-    '`state_dtype` other than `"fp32"` with fp16 or fp32 weights': [
-        lambda lab: lab.model(dtype="fp32", state_dtype="int8"),
-        lambda lab: lab.model(dtype="fp16", state_dtype="bf16"),
-    ],
-    '`state_dtype` other than `"fp32"` with other optimizers than AdamW': [
-        lambda lab: lab.optimizer(infinity.SGD, lr=1.0, settings=INT8),
+    '`state_dtype` other than `"fp32"` with Muon and `wrap_optimizer`': [
+        lambda lab: infinity.Muon([lab.model(**INT8)[0].weight]),
         wrapped("RMSprop", settings=INT8),
+    ],
+    '`state_dtype="int4"` with optimizers of one moment: SGD with momentum, Adagrad, Lion': [
+        lambda lab: lab.optimizer(infinity.SGD, lr=1.0, momentum=0.9, settings={"state_dtype": "int4"}),
+        lambda lab: lab.optimizer(infinity.Adagrad, settings={"state_dtype": "int4"}),
+        lambda lab: lab.optimizer(infinity.Lion, settings={"state_dtype": "int4"}),
     ],
     "`speculate=True` without NVMe, on several ranks, in stages 1 and 2": [
         lambda lab: lab.optimizer(speculate=True, settings={"nvme": None, "host_memory": "16MiB"}),

@@ -207,7 +207,7 @@ def emulate(
             f"{key} of {name}": one
             for name, p in model.named_parameters()
             if p in optimizer.state
-            for key, one in zip(("exp_avg", "exp_avg_sq"), widened(optimizer.state[p]), strict=True)
+            for key, one in zip(("exp_avg", "exp_avg_sq"), widened(optimizer.state[p], "fp32"), strict=True)
         }
         return losses, {**model.state_dict(), **moments}
 

@@ -192,7 +192,7 @@ def assert_same_state(model, optimizer, plain, reference):
         state = reference.state[theirs]
         if not state:
             continue
-        m, v = (moment.view(theirs.shape) for moment in widened(state))
+        m, v = (moment.view(theirs.shape) for moment in widened(state, reference.state_dtype))
         for field, expected in (("master", state["master"]), ("m", m), ("v", v)):
             found = [engine.parameters.read(one, [field])[0] for one in pieces]
             assert torch.equal(found[0] if len(found) == 1 else torch.cat(found), expected), f"{name}.{field}"

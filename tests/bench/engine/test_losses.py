@@ -1,10 +1,13 @@
 """Loss curves, compared and drawn. Trusted: training itself and matplotlib. Faked: the curves drawn."""
 
+from dataclasses import replace
+
 import pytest
 
 from infinity.bench.engine import losses
 from infinity.bench.engine.losses import CurveSettings, last, smooth
-from infinity.cli.text import Text
+from infinity.bench.engine.runs import STATE_DTYPES
+from infinity.cli.text import Text, default_text
 
 TINY = CurveSettings(
     preset="1m",
@@ -48,6 +51,22 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_trained(monk
     with pytest.raises(SystemExit):
         losses.main(["--nvme", "nowhere", "--png", "losses.png"])
     assert "pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.disk
+def test_small_moments_train_a_small_llama_as_far_as_exact_ones(folder):
+    """300 steps of 0.9 M parameters; the means of the last 20 losses, which are near 2.7."""
+    pytest.importorskip("transformers")
+    settings = replace(
+        TINY, steps=300, batch=4, sequence=64, lr=6e-4, warmup=20, seed=0, host_memory="256MiB"
+    )
+    text = default_text()
+    ends = last({name: list(losses.losses(settings, name, text, folder)) for name in STATE_DTYPES})
+    exact = ends["fp32"]["loss"]
+    assert exact < 3.2
+    for name, end in ends.items():
+        assert end["loss"] < 1.02 * exact, name
 
 
 @pytest.mark.disk

@@ -429,7 +429,7 @@ def test_blocks_that_do_not_train_here_are_told_and_ask_for_their_speed(monkeypa
         pace.compute_seconds("1m", sketch.outline_of("1m"), 64, 32)
 
 
-@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8", "int4"])
 def test_kernels_are_timed_for_every_state(state_dtype, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(cores, "_ELEMENTS", 1 << 14)

@@ -1,0 +1,70 @@
+"""Moments as a record stores them, in fp32, 16, 8 or 4 bits, from and to fp32."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+import torch
+
+from infinity import kernels
+from infinity.planning.layout import RecordSchema
+
+
+def read_moments(
+    schema: RecordSchema, numel: int, stored: Mapping[str, int], values: Mapping[str, int]
+) -> None:
+    """Widen `numel` elements of those of `m` and `v` that `values` has addresses for, in fp32.
+
+    stored: addresses by field; what is not there, since no step has written it or no optimizer keeps it,
+    counts as zero.
+    """
+    if not schema.in_blocks:
+        for name, to in values.items():
+            if name not in stored:
+                ctypes.memset(to, 0, 4 * numel)
+            elif schema.state_dtype == "bf16":
+                kernels.widen(numel, stored[name], to)
+            else:
+                kernels.copy(4 * numel, to, stored[name])
+        return
+    if not values:
+        return
+    unasked = torch.empty(numel, dtype=torch.float32, device="cpu")
+    m, v = (values.get(name, unasked.data_ptr()) for name in ("m", "v"))
+    if "scale" not in stored:
+        for to in values.values():
+            ctypes.memset(to, 0, 4 * numel)
+    elif "mv" in schema.moments:
+        kernels.dequantize4(numel, stored["mv"], stored["scale"], m, v)
+    else:
+        none = torch.zeros(numel, dtype=torch.uint8, device="cpu")
+        codes = (stored.get(name, none.data_ptr()) for name in ("m", "v"))
+        kernels.dequantize(numel, *codes, stored["scale"], m, v)
+
+
+def write_moments(
+    schema: RecordSchema, numel: int, stored: Mapping[str, int], values: Mapping[str, int]
+) -> None:
+    """Store `numel` elements of those of `m` and `v` that `values` has, in fp32, each rounded to the nearest.
+    Codes of both moments share blocks: one that is not given keeps its own, to the bit.
+    """
+    if not schema.in_blocks:
+        for name, source in values.items():
+            if schema.state_dtype == "bf16":
+                kernels.narrow(numel, source, stored[name])
+            else:
+                kernels.copy(4 * numel, stored[name], source)
+        return
+    if not values:
+        return
+    kept = torch.empty(numel, dtype=torch.float32, device="cpu")
+    others = {name: kept.data_ptr() for name in ("m", "v") if name not in values}
+    read_moments(schema, numel, stored, others)
+    m, v = (values.get(name, kept.data_ptr()) for name in ("m", "v"))
+    if "mv" in schema.moments:
+        kernels.quantize4(numel, m, v, stored["mv"], stored["scale"])
+    else:
+        none = torch.empty(numel, dtype=torch.uint8, device="cpu")
+        codes = (stored.get(name, none.data_ptr()) for name in ("m", "v"))
+        kernels.quantize(numel, m, v, *codes, stored["scale"])
