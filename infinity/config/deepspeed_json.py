@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from infinity.config import curriculum, data_routing, deepspeed_frozen
+from infinity.config.batch_sizes import (
+    MICRO,
+    SEQUENCE,
+    STEPS,
+    TRAIN,
+    Batches,
+    batches_of,
+    sequences_at_once,
+    take_by_block,
+)
 from infinity.config.buckets import bounding, bounds
 from infinity.config.data_routing import ROUTING, TokenRouting
 from infinity.config.deepspeed_keys import (
@@ -36,17 +46,15 @@ from infinity.config.deepspeed_recipe import (
     foreign_options,
     kind_of,
 )
-from infinity.config.deepspeed_values import TYPES
+from infinity.config.deepspeed_values import AUTO, TYPES
 from infinity.config.loss_scale import Scaling
 from infinity.config.quantized import quantized
 from infinity.config.secondary import secondary
-from infinity.config.sequence_ranks import check_data, check_sequences
 from infinity.config.sparse_attention import AskedSparsity, asked_sparsity
 from infinity.config.tensor_ranks import divide_layers, switch_off, tensor_ranks
 from infinity.errors import ConfigError, meant
 from infinity.planning.lengths import LengthSchedule
 
-AUTO = "auto"
 MONITORS = ("tensorboard", "wandb", "csv_monitor")
 """Sections that switch a monitor on with "enabled"."""
 _CLIPPING = 1.0  # DeepSpeed's default, and its documentation's
@@ -92,18 +100,6 @@ class Report:
 
 
 C = TypeVar("C")
-
-
-@dataclass(frozen=True, slots=True)
-class Batches:
-    """train = micro x steps x ranks, in samples; train and micro are None where a file names neither. Ranks
-    that share a sequence count as one.
-    """
-
-    train: int | None
-    micro: int | None
-    steps: int
-    ranks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,9 +173,9 @@ def translate(
     more = dict(infinity or {})
     for name, value in more.items():
         lines[f"infinity.{name}"] = _line(f"infinity.{name}", value)
-    by_block = _by_block(found, more)
-    relation = _batches(found, _sequences(found, more, divide_layers(found, world_size)))
-    lines.update({name: _line(name, found[name]) for name in (_TRAIN, _MICRO, _STEPS) if name in found})
+    by_block = take_by_block(found, more)
+    relation = batches_of(found, sequences_at_once(found, more, divide_layers(found, world_size)))
+    lines.update({name: _line(name, found[name]) for name in (TRAIN, MICRO, STEPS) if name in found})
     _settle(found, lines, world_size)
     _refuse(tuple(lines.values()), strict=strict)
     given = {path: value for path, value in found.items() if value is not None}
@@ -222,73 +218,6 @@ def _schedule(given: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
     if name is None and parameters:
         raise ConfigError("scheduler: parameters without a type; name one, such as WarmupLR")
     return None if name is None else (check_schedule(name, parameters), parameters)
-
-
-# Batch sizes
-
-
-def _sequences(found: Mapping[str, Any], more: Mapping[str, Any], ranks: int) -> int:
-    """Return the number of sequences that are trained at once: ranks / those that share one.
-
-    Raises: ConfigError where the ranks cannot be divided, with the numbers.
-    """
-    size = more.get("sequence_parallel", found.get("infinity.sequence_parallel", found.get(_SEQUENCE)))
-    if size in (None, AUTO) or ranks == 1:  # of a file that is read before there are ranks
-        return ranks
-    check_sequences(size, ranks)
-    check_data(found.get("data_parallel_size"), ranks // int(size))
-    return ranks // int(size)
-
-
-def _by_block(found: MutableMapping[str, Any], more: MutableMapping[str, Any]) -> bool:
-    """Take BY_BLOCK, which is no field of Config, out of what a file and `more` say.
-
-    Raises: ConfigError for a value that is none, and where the file does not count micro-batches.
-    """
-    by_block = found.pop(BY_BLOCK, False)
-    by_block = more.pop(BY_BLOCK.partition(".")[2], by_block)
-    if not isinstance(by_block, bool):
-        raise ConfigError(f"{BY_BLOCK}={by_block!r}: expected true or false")
-    if by_block and found.get("managed_gradient_accumulation") is False:
-        raise ConfigError(
-            f"{BY_BLOCK} with managed_gradient_accumulation=false: which micro-batch is an update's last is "
-            "not known in its forward then. Leave one of the two out"
-        )
-    return by_block
-
-
-BY_BLOCK = "infinity.accumulate_by_block"
-_SEQUENCE = "sequence_parallel_size"
-_TRAIN, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-
-
-def _batches(found: MutableMapping[str, Any], ranks: int) -> Batches:
-    """Return the batch sizes; one that is absent, or "auto", follows from the others, and is set in `found`.
-
-    Raises: ConfigError where they contradict each other, with the numbers.
-    """
-    named = (found.get(name) for name in (_TRAIN, _MICRO, _STEPS))
-    train, micro, steps = (None if value in (None, AUTO) else int(value) for value in named)
-    if steps is None and (train is None or micro is None):
-        if found.get(_STEPS) == AUTO:
-            return Batches(train, micro, 1, ranks)  # refused later, as an "auto" without a value
-        steps = 1
-    if train is not None and micro is not None and steps is None:
-        steps = max(1, train // (micro * ranks))
-    steps = steps or 1
-    if train is not None and micro is None:
-        micro = max(1, train // (steps * ranks))
-    if micro is not None and train is None:
-        train = micro * steps * ranks
-    if train is not None and micro is not None and train != micro * steps * ranks:
-        raise ConfigError(
-            f"{_TRAIN}={train} is not {_MICRO} x {_STEPS} x ranks = {micro} x {steps} x {ranks} = "
-            f"{micro * steps * ranks}; leave one of them out"
-        )
-    for name, value in ((_TRAIN, train), (_MICRO, micro), (_STEPS, steps)):
-        if found.get(name) == AUTO and value is not None:
-            found[name] = value
-    return Batches(train, micro, steps, ranks)
 
 
 # The file
@@ -586,7 +515,7 @@ def _fields(
 
 def _shared(given: Mapping[str, Any]) -> dict[str, int]:
     """Return how many ranks share a sequence, and divide experts, where a file says so."""
-    shared = {"sequence_parallel": given.get(_SEQUENCE)}
+    shared = {"sequence_parallel": given.get(SEQUENCE)}
     if given.get("expert_parallel.enabled"):
         shared["expert_parallel"] = given.get("expert_parallel.autoep_size")
     return {name: int(size) for name, size in shared.items() if size}

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+AUTO = "auto"
+"""What a key holds that is to follow from others."""
+
 
 def is_number(value: Any) -> bool:
     """Whether a value of JSON is a number; true and false are not."""

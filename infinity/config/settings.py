@@ -379,7 +379,8 @@ class Config:
 
         Raises: ConfigError naming every key that is unknown, unsupported, or "auto" without a value.
         """
-        from infinity.config.deepspeed_json import BY_BLOCK, translate
+        from infinity.config.batch_sizes import BY_BLOCK
+        from infinity.config.deepspeed_json import translate
 
         said = translate(source, cls, strict=strict, infinity=infinity, **values)
         if said.by_block:

@@ -436,8 +436,7 @@ class Construction:
         for experts in [one for one in modules if isinstance(one, TiledExperts)]:
             experts.view_where(None)
             experts.join(UnsupportedError)
-        named = list(named_modules(roots))
-        check_values(named)
+        check_values(named := list(named_modules(roots)))
         if self._mapped is not None:
             self._origins.look()
         named = list(named_modules(roots)) if self._cut_embeddings(named) else named

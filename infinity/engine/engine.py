@@ -7,9 +7,8 @@ thread, its memory and its files.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -60,7 +59,7 @@ from infinity.tensors import local
 from infinity.tiling import Routed, Tiled
 from infinity.timeline import Timeline
 from infinity.units import advice
-from infinity.units.aside import Aside
+from infinity.units.aside import Aside, kept_aside
 from infinity.units.changes import tell_versions_apart
 from infinity.units.device_tier import DeviceTier, Records
 from infinity.units.device_updates import DeviceUpdates
@@ -510,7 +509,8 @@ class Engine:
         if answer is not None:
             return answer
         if advice.makes_adapter():
-            return Aside(partial(self._aside, parameters))
+            units = [self.parameters.unit_of(one)[0] for one in parameters]
+            return Aside(partial(kept_aside, self.residency, units))
         name = self.parameters.name_of(parameters[0])
         if operation in CONVERSIONS:
             where = f"{self.ranks.device!r} in {self.weights.dtype}"
@@ -522,19 +522,6 @@ class Engine:
     def take_gradient(self, parameter: nn.Parameter) -> None:
         """See released.Owner."""
         self.arrivals.take(parameter)
-
-    @contextlib.contextmanager
-    def _aside(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Keep the values of parameters present for an operation that is no part of a step."""
-        held: list[Unit] = []
-        try:
-            for unit in dict.fromkeys(self.parameters.unit_of(one)[0] for one in parameters):
-                self.residency.hold_aside(unit)
-                held.append(unit)
-            yield
-        finally:
-            for unit in held:
-                self.residency.drop(unit)
 
     # Steps
 
