@@ -34,7 +34,10 @@ class FetchTarget(Protocol):
     record: Record
     base: int
     flat: torch.Tensor
-    pending: PendingUpdates
+
+    @property
+    def pending(self) -> PendingUpdates:
+        """Updates that wait for a pass."""
 
 
 class _UnitPass(Pass):

@@ -195,8 +195,10 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         torch.autograd.graph.increment_version(
             [*(one for _, one, _ in found), *(one.parameter for one in beside)]
         )
-        for one in (*(gradient for _, _, gradient in found), *beside):
-            one.unit.changes.stepped(one.index)
+        for _, _, gradient in found:
+            gradient.unit.changes.stepped(gradient.index)
+        for slice_ in beside:
+            slice_.unit.changes.stepped(slice_.at)
         taken = [one for one in found if one[2].form is not Form.APPLIED]
         self._warn_of_overflow([gradient for _, _, gradient in taken])
         factor = self._clip_factor([gradient for _, _, gradient in taken])

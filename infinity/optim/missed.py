@@ -47,7 +47,8 @@ class Slice(NamedTuple):
 
     parameter: nn.Parameter
     unit: Unit
-    index: int
+    at: int
+    """Its index there."""
     group: int
     position: int
     """Of its optimizer: the param group, and the place in the order of all parameters."""
@@ -143,7 +144,9 @@ class Stack:
             if self._since.get(number) == since:
                 yield self._slices[number].unit
 
-    def keep_options(self, step: MissedStep, options_of: Callable[[nn.Parameter], Any]) -> None:
+    def keep_options(
+        self, step: MissedStep, options_of: Callable[[nn.Parameter], tuple[Recipe, Mapping[str, Any]]]
+    ) -> None:
         """Keep the options of this stack's groups in `step`. options_of: a parameter's recipe and group.
 
         Raises: ValueError for options out of range.
@@ -151,7 +154,8 @@ class Stack:
         for group, parameter in self._groups.items():
             count = self._counts.get(parameter, {}).get("step", 0)
             since = self._since.get(self._numbers[id(parameter)], self._now)
-            step.keep(group, *options_of(parameter), count + 1 + self._now - since)
+            recipe, options = options_of(parameter)
+            step.keep(group, recipe, options, count + 1 + self._now - since)
 
     def begin(self, one: Slice, before: Update | None) -> None:
         """Have a level slice miss all steps from the next one noted on. before: what is pending for it."""
@@ -159,7 +163,7 @@ class Stack:
         waits = 0.0 if before is None else before.misses
         more = int(limit - waits) if one.may_wait and waits < limit else 1
         self._due.setdefault(now + more, []).append((number, now))
-        one.unit.owe(one.index, self)
+        one.unit.owe(one.at, self)
         self._since[number] = now  # no call in between: a Ctrl-C finds both, or neither
         del self._level[number]
 
@@ -186,10 +190,10 @@ class Stack:
             count = self._counts.setdefault(parameter, {})
             before, now = count.get("step", 0), count.get("step", 0) + len(steps)
             decides = not one.unit.record.is_elsewhere  # else the ranks that have it update it
-            missed = self._missed(one, pending.get(one.index), since, before) if decides else None
+            missed = self._missed(one, pending.get(one.at), since, before) if decides else None
             count["step"] = now  # no call from here on: a Ctrl-C finds all of it, or nothing
             if missed is not None:
-                pending[one.index] = missed
+                pending[one.at] = missed
         self._level[number] = None
         del self._since[number]
 
@@ -273,7 +277,9 @@ class MissedSteps:
         for stack in self._stacks:
             yield from stack.due()
 
-    def note(self, step: MissedStep, options_of: Callable[[nn.Parameter], Any]) -> list[Slice]:
+    def note(
+        self, step: MissedStep, options_of: Callable[[nn.Parameter], tuple[Recipe, Mapping[str, Any]]]
+    ) -> list[Slice]:
         """Note a step, after `look`; return the slices that begin to miss steps, also those that were told
         since then. options_of: see Stack.
 
@@ -283,7 +289,7 @@ class MissedSteps:
             stack.keep_options(step, options_of)
         for _, one in self._level():
             one.unit.pending  # noqa: B018 - tells the unit's other slices, too, which then begin as well
-        begin = [(stack, one, one.unit.pending.get(one.index)) for stack, one in self._level()]
+        begin = [(stack, one, one.unit.pending.get(one.at)) for stack, one in self._level()]
         self._all_told = False
         for stack, one, before in begin:
             stack.begin(one, before)

@@ -180,7 +180,7 @@ def test_slices_of_several_stacks_in_a_unit_miss_the_same_steps_though_they_are_
     steps.know(1, lambda: [sliced(used, unused), sliced(used, unused, index=1)], counts)
     for number in range(4):
         begin = steps.look(set(map(id, used.parameters)))
-        assert [(one.unit, one.index) for one in begin] == ([] if number else [(unused, 0), (unused, 1)])
+        assert [(one.unit, one.at) for one in begin] == ([] if number else [(unused, 0), (unused, 1)])
         if number == 2:
             assert unused.pending[0].misses == 2
         steps.note(MissedStep(1.0, 0), lambda _: (ADAMW, OPTIONS))
