@@ -59,10 +59,11 @@ from infinity.tensors import local
 from infinity.tiling import Routed, Tiled
 from infinity.timeline import Timeline
 from infinity.units import advice
-from infinity.units.aside import Aside, kept_aside
+from infinity.units.aside import Aside
 from infinity.units.changes import tell_versions_apart
 from infinity.units.device_tier import DeviceTier, Records
 from infinity.units.device_updates import DeviceUpdates
+from infinity.units.kept_aside import kept_aside
 from infinity.units.meeting import MeetingOfRanks
 from infinity.units.pinning import Pins
 from infinity.units.released import CONVERSIONS, not_converted, not_resident, owner_of, set_owner

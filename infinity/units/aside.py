@@ -7,15 +7,12 @@ memory. So each of these operations has the values of its layer, and what it giv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-
-from infinity.units.residency import UnitResidency
-from infinity.units.unit import Unit
 
 
 class Aside:
@@ -35,17 +32,3 @@ class Aside:
                 return one.detach().clone() if shares else one
 
             return pytree.tree_map(own, run())
-
-
-@contextmanager
-def kept_aside(residency: UnitResidency, units: Iterable[Unit]) -> Iterator[None]:
-    """Keep the values of units present for an operation that is no part of a step."""
-    held: list[Unit] = []
-    try:
-        for unit in dict.fromkeys(units):
-            residency.hold_aside(unit)
-            held.append(unit)
-        yield
-    finally:
-        for unit in held:
-            residency.drop(unit)
