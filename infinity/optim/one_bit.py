@@ -202,8 +202,8 @@ def _begin(engine: Engine, unit: Unit) -> None:
     record, ranks = unit.record, engine.ranks
     whole = torch.zeros(unit.layout.numel, dtype=torch.float32, device="cpu")
     for index, segment in enumerate(unit.layout.segments):
-        values = engine.parameters.read_record(record, index, {"m": torch.float32})["m"]
-        whole[segment.start : segment.stop] = values
+        momentum = engine.parameters.read_record(record, index, {"m": torch.float32})["m"]
+        whole[segment.start : segment.stop] = momentum
     workers, near = _workers(engine), ranks.grid.ranks if ranks.grid is not None else 1
     _clear(engine, unit, (worker_fields(one)[1] for one in range(workers)))
     share = record.shard.numel
