@@ -148,6 +148,7 @@ def test_printed_it_says_what_moved_and_what_was_waited_for():
         stalls_s={"read": 1.0, "slot": 2.5},
         lane_s={"read_wait": 4.0},
         exchanged_nbytes={"gather": 2048},
+        shared_nbytes=3 << 20,
         collectives={"gather": 1000, "agree": 2},
         placement_reason="because " * 100,
     )
@@ -161,7 +162,8 @@ def test_printed_it_says_what_moved_and_what_was_waited_for():
     assert len(said["placement"]) <= 100
     assert said["activations"] == "kept 1"
     assert said["made ahead"] == "3 a"
-    assert len(str(now).splitlines()) == 15
+    assert said["in shared memory"] == "3.0 MiB of weights, not sent"
+    assert len(str(now).splitlines()) == 16
 
 
 def test_a_notebook_shows_a_table_of_the_same_rows():
