@@ -27,10 +27,19 @@ from infinity.config.deepspeed_keys import (
     is_section,
     taken,
 )
-from infinity.config.deepspeed_recipe import OPTIONS, Chosen, check_schedule, chosen, foreign_options, kind_of
+from infinity.config.deepspeed_recipe import (
+    LIKE_ONE_BIT,
+    OPTIONS,
+    Chosen,
+    check_schedule,
+    chosen,
+    foreign_options,
+    kind_of,
+)
 from infinity.config.deepspeed_values import TYPES
 from infinity.config.loss_scale import Scaling
 from infinity.config.quantized import quantized
+from infinity.config.secondary import secondary
 from infinity.config.sequence_ranks import check_sequences
 from infinity.config.sparse_attention import AskedSparsity, asked_sparsity
 from infinity.errors import ConfigError, meant
@@ -419,6 +428,7 @@ def _settle_optimizer(found: Mapping[str, Any], lines: Lines) -> None:
     name, kind = found.get("optimizer.type"), kind_of(found)
     if name is not None and kind is None:
         says = f"choose one of {', '.join(OPTIONS)}, or give initialize an optimizer"
+        says = LIKE_ONE_BIT.get(str(name).lower(), says)
         _say(lines, "optimizer.type", name, Verdict.UNSUPPORTED, says)
     for path in foreign_options(found):
         _say(lines, path, found[path], Verdict.UNSUPPORTED, f"{kind} has no such option; leave it out")
@@ -520,10 +530,11 @@ def _fields(
         ours["nvme"] = list(dict.fromkeys(folders))
     if given.get(_ZERO + "stage"):
         ours["stage"] = int(given[_ZERO + "stage"])
-    ours |= quantized(given)
+    ours |= quantized(given) | secondary(given)
     if folders and _keeps_parameters(given, ranks):
         ours["stage"] = 2
-        ours.pop("quantized_weights", None)  # one rank sends none
+        for name in ("quantized_weights", "secondary_shard"):
+            ours.pop(name, None)  # one rank sends none
     if given.get("bf16.bf16_optimizer_states"):
         ours["state_dtype"] = "bf16"
     ours |= _shared(given)

@@ -16,6 +16,8 @@ from infinity.config.data_routing import LTD, RATES, ROUTING, SCHEDULE, STEPS
 from infinity.config.deepspeed_frozen import LOADED, NONTRAINABLE
 from infinity.config.deepspeed_values import switched
 from infinity.config.quantized import KEYS as QUANTIZED
+from infinity.config.secondary import KEY as HPZ
+from infinity.config.secondary import SAYS as HPZ_SAYS
 from infinity.config.sparse_attention import LISTS, NUMBERS, SPARSE, TEXTS
 from infinity.config.sparse_attention import SWITCHES as SPARSE_SWITCHES
 
@@ -80,7 +82,7 @@ HONOURED = {
     "gradient_accumulation_steps": ("count", "backwards per step; sums are fp32"),
     "managed_gradient_accumulation": ("switch", "false: every step() is an update"),
     "gradient_clipping": ("number", "global norm, in fp32, inside the update; 0 for none"),
-    "optimizer.type": ("text", "Adam, AdamW, SGD, Adagrad, Lion, Muon: infinity's of that name"),
+    "optimizer.type": ("text", "Adam, AdamW, SGD, Adagrad, Lion, Muon, OneBitAdam: infinity's of that name"),
     "optimizer.params.lr": ("number", "learning rate"),
     "optimizer.params.betas": ("betas", "of the moments"),
     "optimizer.params.eps": ("number", "of the update"),
@@ -92,6 +94,7 @@ HONOURED = {
     "optimizer.params.dampening": ("number", "of SGD's momentum"),
     "optimizer.params.nesterov": ("switch", "of SGD's momentum"),
     "optimizer.params.lr_decay": ("number", "of Adagrad"),
+    "optimizer.params.freeze_step": ("count", "steps of OneBitAdam before its variance is frozen"),
     "scheduler.type": ("text", "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest"),
     "scheduler.params.*": ("anything", "of the schedule"),
     "bf16.enabled": ("switch", "the compute type, beside exact fp32 masters"),
@@ -106,6 +109,7 @@ HONOURED = {
     "bf16.check_grad_overflow": ("switch", "a step whose gradients are not finite is skipped"),
     "bf16.bf16_optimizer_states": ("switch", 'state_dtype="bf16"; masters stay exact'),
     **{path: ("switch", says) for path, says in QUANTIZED.items()},
+    HPZ: ("size", HPZ_SAYS),
     _ZERO + "stage": ("size", "Config.stage: what is partitioned among the ranks; 0: as 3"),
     _PARAM + "device": ("device", "nvme: an NVMe tier; else host memory"),
     _PARAM + "nvme_path": ("text", "Config.nvme"),
@@ -213,6 +217,8 @@ UNNECESSARY = {
     "optimizer.params.fused": ("switch", "the update is one pass"),
     "optimizer.params.foreach": ("switch", "the update is one pass"),
     "optimizer.params.max_grad_norm": ("number", "DeepSpeed leaves it out as well; gradient_clipping"),
+    "optimizer.params.comm_backend_name": ("text", "ranks exchange momenta as everything else"),
+    "optimizer.params.cuda_aware": ("switch", "ranks exchange momenta as everything else"),
     "optimizer.legacy_fusion": ("switch", "there is one AdamW"),
     "zero_allow_untested_optimizer": ("switch", "an optimizer is either supported or refused"),
     "zero_force_ds_cpu_optimizer": ("switch", "the update runs on the CPU"),
@@ -253,7 +259,7 @@ UNNECESSARY = {
 }
 
 _OTHER_OPTIMIZERS = """
-comm_backend_name cuda_aware freeze_step var_freeze_step var_update_scaler local_step_scaler
+var_freeze_step var_update_scaler local_step_scaler
 local_step_clipper max_coeff min_coeff coeff_beta factor_max factor_min factor_threshold
 """
 UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...], str]] = {
@@ -285,7 +291,6 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...], str]] = {
         for name in ("post_init_quant", "post_init_quantization", "enabled", "num_bits", "q_type", "q_groups")
     },
     _ZERO + "compute_grad_norm": ("switch", (True,), "gradient_clipping: 0 leaves the norm out"),
-    _ZERO + "zero_hpz_partition_size": ("size", (0, 1), "all ranks partition alike; leave it out"),
     _ZERO + "mics_shard_size": ("anything", (-1, 0), "DeepSpeed has removed it too"),
     _ZERO + "mics_hierarchical_params_gather": ("switch", (False,), "DeepSpeed has removed it too"),
     _ZERO + "zeropp_loco_param": ("anything", (), "DeepSpeed has removed it too"),

@@ -22,6 +22,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "SGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
         "Adagrad": {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-10},
         "Lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0},
+        "OneBitAdam": {**_ADAM, "freeze_step": 100_000},
         "Muon": {
             "lr": None,
             "muon_lr": None,
@@ -34,6 +35,15 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 """The options of each optimizer, with DeepSpeed's defaults, or torch's."""
+
+LIKE_ONE_BIT: Mapping[str, str] = MappingProxyType(
+    {
+        "zerooneadam": "DeepSpeed has removed it, too; OneBitAdam sends momenta at one bit after freeze_step",
+        "onebitlamb": "a norm of each layer comes too late for a stream; OneBitAdam, or Adam with "
+        "zero_quantized_gradients",
+    }
+)
+"""What to use instead of optimizers that send one bit, and are not there."""
 
 _KINDS = {kind.lower(): kind for kind in OPTIONS}
 

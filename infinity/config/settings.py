@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.config.buckets import DEFAULT, bucket_nbytes
+from infinity.config.secondary import check_secondary
 from infinity.deprecation import warn_deprecated
 from infinity.errors import ConfigError, meant
 from infinity.planning.layout import RecordSchema
@@ -98,6 +99,10 @@ class Config:
     quantized_gradients: "int8" or "int4": gradients are sent so to the ranks that sum them, in fp32 (qgZ):
         about half, or a quarter, of the bytes of 16-bit ones. Of several machines the sums of each are sent
         on so, too. None: in their own type.
+    secondary_shard: each rank keeps a second part of the 16-bit weights in host_memory, of as many parts as
+        its machine has ranks ("machine"), or of so many as this says, which its neighbours among the ranks
+        have: from the first use of a step on they assemble layers from these (ZeRO++'s hpZ), and weights
+        cross between machines once per step. Results are the same. For stage=3. None: no second part.
     timeout_s: seconds that a rank waits for the others before it fails, and names those that are missing.
     sequence_parallel: ranks that share each sequence (Ulysses; see infinity.sequence_parallel), for models of
         transformers: 4 of 8 ranks train two sequences at once, each on a quarter of its tokens. All ranks
@@ -149,6 +154,7 @@ class Config:
     reduce_bucket: int | str = DEFAULT
     quantized_weights: str | None = None
     quantized_gradients: str | None = None
+    secondary_shard: str | int | None = None
     timeout_s: float = 600.0
     sequence_parallel: int = 1
     expert_parallel: int = 1
@@ -235,6 +241,7 @@ class Config:
                 'dtype="bf16"; leave one of the two out'
             )
         self._check_quantized()
+        check_secondary(self.secondary_shard, self.stage, self.expert_parallel)
         for name in ("sequence_parallel", "expert_parallel"):
             size = getattr(self, name)
             if type(size) is not int or size < 1:

@@ -305,11 +305,11 @@ class Engine:
                 set_owner(parameter, self)
                 self.arrivals.catch(parameter)
         tell_versions_apart([unit.changes for unit in self.units])
-        if self.partition is not None:
-            self.partition.check_model()
         largest = max((unit.resident_nbytes for unit in self.units), default=0)
         self.budget = divide(self.budget.total_nbytes, largest, self.schema, on_device=self._on_device)
         self.kept.resize(self.budget.kept_nbytes)
+        if self.partition is not None:
+            self.partition.open(self.host_store, self.least_total)
         self.tier = self._open_tier(largest)
         ahead = self.tier.budget.window_nbytes if self.tier is not None else self.budget.ahead_nbytes
         if whole := self.config.stage < 3:

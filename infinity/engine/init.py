@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
 from infinity.config.settings import Config, check_fields
 from infinity.engine.construction import Construction
 from infinity.engine.engine import Engine
+from infinity.engine.hybrid import hybrid
 from infinity.engine.pretrained import loading_in_order
 from infinity.engine.quantized import leaving_packed
 from infinity.engine.recomputation import keep_to_budget
@@ -85,7 +86,8 @@ class Init:
 
     config: a Config, or its fields as keywords: Init(nvme="/local_nvme", host_memory="4GiB").
     process_group: the ranks that share the model, as a group of torch.distributed or a DeviceMesh of one
-    dimension; None: all ranks of the run. Each of them builds the same model, from the random numbers of
+    dimension, or of two, (replicate, shard), whose second is that of secondary_shard; None: all ranks of the
+    run. Each of them builds the same model, from the random numbers of
     rank 0, whatever its own seed; after the `with` it goes on with its own.
     partition_activations: the ranks that compute on copies of the same activations, as those of tensor
     parallelism do (a group or a DeviceMesh likewise): each keeps a part of what a checkpointed block saves,
@@ -135,6 +137,7 @@ class Init:
         own = ("config", "process_group", "partition_activations", "pipeline_group", "mesh", "data", "frozen")
         check_fields(fields, own)
         self.config = config if config is not None else Config(**fields)
+        process_group, self.config = hybrid(process_group, self.config)
         self._process_group = _data_of(mesh, data, process_group, self.config)
         self._copies = partition_activations
         self._pipeline_group = pipeline_group

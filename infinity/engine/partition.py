@@ -13,11 +13,13 @@ from infinity.config.settings import Config
 from infinity.device.device import Device
 from infinity.engine.codings import codings
 from infinity.engine.expert_ranks import ExpertRanks
+from infinity.engine.secondary_ranks import neighbours_of
 from infinity.errors import RanksError
 from infinity.gradients.coding import Coding
 from infinity.gradients.collectives import Collecting, CollectiveLane, Spreading
 from infinity.gradients.gather_buckets import GatherBuckets
 from infinity.gradients.matrices import Orthogonalizing
+from infinity.gradients.secondary import SecondaryBuckets
 from infinity.lane.fetch import FetchTarget
 from infinity.lane.lane import StreamLane
 from infinity.lane.matrices import WholeMatrices
@@ -26,6 +28,7 @@ from infinity.planning.plan import Plan
 from infinity.planning.queue import Job
 from infinity.ranks.group import Ranks
 from infinity.records.record import Record
+from infinity.storage.store import HostStore
 from infinity.timeline import Timeline
 from infinity.units.unit import Unit
 
@@ -55,10 +58,13 @@ class Partition:
         """Whether units are fetched as their records have them, where they are sent coded."""
         self._expert_ranks = expert_ranks
 
-        def opened(name: str, of: Ranks) -> CollectiveLane:
-            return CollectiveLane(name, of.channel(foresees=of is ranks, hops=True), lane, device, timeline)
+        def opened(name: str, of: Ranks, near: int = 0) -> CollectiveLane:
+            channel = of.channel(foresees=of is ranks, hops=True, near=near)
+            return CollectiveLane(name, channel, lane, device, timeline)
 
-        self._gathers, self._reduces = opened("gather", ranks), opened("reduce", ranks)
+        self._secondary = buckets if isinstance(buckets, SecondaryBuckets) else None
+        near = self._secondary.near if self._secondary is not None else 0
+        self._gathers, self._reduces = opened("gather", ranks, near), opened("reduce", ranks)
         self._gathers_of_experts, self._reduces_of_experts = self._gathers, self._reduces
         if expert_ranks is not None:
             self._gathers_of_experts = opened("gather experts", expert_ranks.copies)
@@ -72,6 +78,16 @@ class Partition:
         self._device = device
         self._units = units
         self._digest: tuple[Plan | None, int] = None, 0
+
+    def open(self, store: HostStore, least_total: Callable[..., int]) -> None:
+        """Take over the units of a finished model. store: has the memory of their secondary shards;
+        least_total: see SecondaryBuckets.open.
+
+        Raises: RanksError, on every rank, where ranks have built different models; HostMemoryError.
+        """
+        self.check_model()
+        if self._secondary is not None:
+            self._secondary.open(self._units, self.ranks, store, least_total)
 
     def check_model(self) -> None:
         """See that every rank has built the same. Raises: RanksError, on every rank, where that is not so."""
@@ -111,6 +127,12 @@ class Partition:
     def target_of(self, unit: Unit) -> FetchTarget:
         """See Assembler."""
         return self._buckets.aside(unit) if self.rounds(unit) and not self._exact else unit
+
+    def again(self, unit: Unit) -> Job | None:
+        """See Assembler."""
+        if self._secondary is None or (self._exact and self.rounds(unit)):
+            return None
+        return self._secondary.again(unit, self._gathers)
 
     def assemble(self, unit: Unit, job: Job, target: FetchTarget) -> Job:
         """See Assembler."""
@@ -187,6 +209,8 @@ class Partition:
         """Bytes exchanged, by kind of collective; see Stats."""
         counted = sum((one.nbytes for one in self._lanes), Counter[str]())
         moved = {kind: counted[kind] for kind in ("gather", "reduce", "read", "orthogonalize")}
+        if self._secondary is not None:
+            moved["gather near"] = counted["gather near"]
         if self._expert_ranks is not None:
             moved["tokens"] = self._expert_ranks.nbytes
         crossed = [one.crossed_nbytes for one in self._lanes if one.crossed_nbytes is not None]
@@ -218,13 +242,15 @@ def open_partition(
     """Return what several ranks do together; None where there is one. Every rank calls it. outgoing_share:
     has the memory in which units are put together; see Partition.
 
-    Raises: ConfigError as `codings` does.
+    Raises: ConfigError as `codings` and `neighbours_of` do.
     """
     weights, gradients = codings(config, ranks, device)
+    near = neighbours_of(config.secondary_shard, ranks, device)
     if ranks.size == 1:
         return None
     most = ranks.least(config.gather_bucket_nbytes, "size buckets")
-    buckets = GatherBuckets(lane, device, outgoing_share, most, weights)
+    parts = lane, device, outgoing_share, most, weights
+    buckets = SecondaryBuckets(*parts, near) if near else GatherBuckets(*parts)
     return Partition(ranks, lane, device, timeline, units, expert_ranks, buckets, gradients)
 
 

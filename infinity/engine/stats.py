@@ -107,7 +107,8 @@ class Stats:
     exchanged_nbytes: dict[str, int] = field(default_factory=dict, metadata=_TOTAL)
     """Bytes that the ranks exchanged, of what was exchanged as a whole: units to "gather", gradients to
     "reduce", parameters to "read" by state_dict and the like, matrices of Muon's to "orthogonalize"; and,
-    with expert_parallel, of "tokens" that this rank has sent to experts and back. Where several machines
+    with secondary_shard, units to "gather near", which neighbours assembled again; with expert_parallel, of
+    "tokens" that this rank has sent to experts and back. Where several machines
     have several ranks each, what this rank has sent to others "between machines".
     """
     collectives: dict[str, int] = field(default_factory=dict, metadata=_TOTAL)

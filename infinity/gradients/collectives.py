@@ -26,7 +26,7 @@ from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Lease, OutgoingShare
 from infinity.planning.queue import Job
 from infinity.ranks.agreed import AgreedOrder, Agreement
-from infinity.ranks.group import Channel
+from infinity.ranks.group import Channel, Ranks
 from infinity.ranks.waiting import brief
 from infinity.records.weights import ACCUMULATE, NARROW, WIDEN
 from infinity.timeline import Timeline
@@ -97,6 +97,11 @@ class CollectiveLane:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"infinity-{name}", daemon=True)
         self._thread.start()
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those that it connects."""
+        return self._channel.ranks
 
     @property
     def crossed_nbytes(self) -> int | None:
@@ -203,7 +208,7 @@ class Assembly(Job):
         brings it `aside`. called_for: called when somebody waits for it.
         """
         super().__init__(lane)
-        self.name, self.local = unit.name, local
+        self.name, self.index, self.local = unit.name, unit.index, local
         self._flat: torch.Tensor | None = unit.flat
         self._part = unit.part_of_rank if aside is None else aside.flat
         self._aside = aside
@@ -426,14 +431,7 @@ class Reducing(Collective):
             channel.exchange(received, sent, self.what)
             return received.view(channel.ranks.size, -1)
         grid = channel.hops.grid
-        numel = sent.numel() // grid.size
-        sums = self._allocate(grid.machines * numel, sent.dtype)
-        came = self._allocate(grid.ranks * numel, sent.dtype)
-        parts = zip(sums.view(grid.machines, -1), sent.view(grid.machines, -1), strict=True)
-        for total, part in parts:
-            channel.exchange_in_hop(came, part, self.what, between_machines=False)
-            _mean_of_ranks(came.view(grid.ranks, -1), total, 1)
-        del came  # both buffers of the second hop take no more than the one of a single hop
+        sums = sums_within(channel, sent, self._allocate, self.what)
         received = self._allocate(sums.numel(), sums.dtype)
         channel.exchange_in_hop(received, sums, self.what, between_machines=True)
         return received.view(grid.machines, -1)
@@ -444,6 +442,21 @@ class Reducing(Collective):
         for mean in self._means:
             _mean_of_ranks(rows[:, start : start + mean.numel()], mean, self._count)
             start += mean.numel()
+
+
+def sums_within(channel: Channel, sent: torch.Tensor, allocate: Allocate, what: str) -> torch.Tensor:
+    """Return the sums over the ranks of this machine, for each machine, of the share of its rank of this
+    one's number. sent: see Reducing. Both buffers of the second hop take no more than that of a single hop.
+    """
+    if channel.hops is None:
+        raise AssertionError(f"{what}: expected ranks on several machines, got {channel.ranks.grid}")
+    grid = channel.hops.grid
+    numel = sent.numel() // grid.size
+    sums, came = (allocate(count * numel, sent.dtype) for count in (grid.machines, grid.ranks))
+    for total, part in zip(sums.view(grid.machines, -1), sent.view(grid.machines, -1), strict=True):
+        channel.exchange_in_hop(came, part, what, between_machines=False)
+        _mean_of_ranks(came.view(grid.ranks, -1), total, 1)
+    return sums
 
 
 def _mean_of_ranks(rows: torch.Tensor, mean: torch.Tensor, ranks: int) -> None:

@@ -17,7 +17,7 @@ import torch
 from infinity.device.device import Device
 from infinity.gradients.coded import CodedGathering, ShareAside
 from infinity.gradients.coding import Coding
-from infinity.gradients.collectives import Assembly, CollectiveLane, Gathering
+from infinity.gradients.collectives import Assembly, Collective, CollectiveLane, Gathering
 from infinity.lane.fetch import FetchTarget
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import OutgoingShare
@@ -122,7 +122,7 @@ class GatherBuckets:
 
     def _gathering(
         self, assemblies: list[Assembly], gathers: CollectiveLane, *, exact: bool = False
-    ) -> Gathering:
+    ) -> Collective:
         for one in assemblies:
             one.queued()
         if self.coding is not None and not exact:

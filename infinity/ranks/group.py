@@ -49,8 +49,8 @@ import xxhash
 
 from infinity.errors import ConfigError, RanksError
 from infinity.ranks.groups import all_gather, meet, new_group, placed, store
-from infinity.ranks.machines import Hops, grid_of, this_machine
-from infinity.ranks.waiting import LONG, Waiting, brief
+from infinity.ranks.machines import Hops, grid_of, neighbours, this_machine
+from infinity.ranks.waiting import Waiting, brief, from_the_difference, in_one_line
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -87,12 +87,14 @@ class Channel:
         tells: bool = True,
         foresees: bool = False,
         hops: bool = False,
+        near: int = 0,
     ) -> None:
         """Connect the ranks under `name`, for data over `backend`. All ranks call this.
 
         tells: whether long waits are logged; see waiting. foresees: whether it is used by what repeats; see
         agreed. Over NCCL all is agreed on: its wait for a rank that does not come neither ends nor names it.
-        hops: whether data goes in two hops where the ranks are a grid; see [Note: two hops].
+        hops: whether data goes in two hops where the ranks are a grid; see [Note: two hops]. near: how many
+        neighbours each are connected for `gather_near`; 0: none are.
         """
         self.ranks = ranks
         self._timeout_s = timeout_s
@@ -106,6 +108,9 @@ class Channel:
         self.hops: Hops | None = None
         if hops and ranks.grid is not None:
             self.hops = Hops(ranks.grid, ranks, name, backend, timeout_s)
+        self._near: Any = None
+        if near:
+            self._near = new_group(*neighbours(near, ranks, f"{name} {backend}"), backend, timeout_s)
         self._hops_on_host = backend == "gloo"
         self.crossed_nbytes = 0
         """Bytes that this rank has sent to other machines in two hops."""
@@ -166,7 +171,7 @@ class Channel:
         text = what.encode()
         most = max(row[0] for row in self.integers([len(text)], what))
         rows = self.rows(torch.frombuffer(bytearray(text.ljust(most)), dtype=torch.uint8), what)
-        texts = _from_the_difference([bytes(row).decode().strip() for row in rows])
+        texts = from_the_difference([bytes(row).decode().strip() for row in rows])
         doing = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
         return RanksError(
             f"the ranks are about to do different things: {doing}. Likely cause: their forwards take "
@@ -200,6 +205,10 @@ class Channel:
         self.crossed_nbytes += (grid.machines - 1) * part.nbytes
         for there, one in zip(whole.view(grid.machines, -1), beside.view(grid.machines, -1), strict=True):
             self._do(what, self.hops.within, partial(all_gather, there, one))
+
+    def gather_near(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> None:
+        """Fill `whole` with the parts of this rank and its neighbours, in the order of ranks."""
+        self._do(what, self._near, partial(all_gather, whole, part))
 
     def gather_beside_numel(self, numel: int) -> int:
         """Return the elements of memory that `gather` takes beside the whole, of parts of `numel`, to go in
@@ -240,7 +249,7 @@ class Channel:
             self.crossed_nbytes += sent.nbytes // machines * (machines - 1)
 
     def _do(self, what: str, group: Any, collective: Callable[..., Any]) -> None:
-        hop = self.hops is not None and group in (self.hops.within, self.hops.between)
+        hop = any(group is one for one in self._some())
         on_host = self._hops_on_host if hop else group is self._host or group is self._control
         on_host &= self._tells
         listen = self._listen if group is not self._control else None
@@ -258,6 +267,11 @@ class Channel:
         except RuntimeError as error:
             raise self.ranks.broken(what, time.perf_counter() - began, self._timeout_s, error) from error
 
+    def _some(self) -> list[Any]:
+        """Return the groups of some of the ranks."""
+        hops = [self.hops.within, self.hops.between] if self.hops is not None else []
+        return hops if self._near is None else [*hops, self._near]
+
     def _look_for_failures(self, listen: Callable[[], None] | None) -> None:
         """A rank of one hop's group does not see that one of another is gone.
 
@@ -271,8 +285,8 @@ class Channel:
     def close(self) -> None:
         """Close the connections."""
         with contextlib.suppress(Exception):  # the world may be gone
-            hops = (self.hops.within, self.hops.between) if self.hops is not None else ()
-            for group in {id(one): one for one in (self._data, self._host, self._control, *hops)}.values():
+            groups = self._data, self._host, self._control, *self._some()
+            for group in {id(one): one for one in groups}.values():
                 dist.destroy_process_group(group)
 
 
@@ -344,14 +358,15 @@ class Ranks:
         self.grid = grid_of(machines)
         """How they lie on several machines; see [Note: two hops]."""
 
-    def channel(self, *, tells: bool = True, foresees: bool = False, hops: bool = False) -> Channel:
-        """Open another channel. All ranks do so, in the same order. tells, foresees, hops: see Channel."""
+    def channel(
+        self, *, tells: bool = True, foresees: bool = False, hops: bool = False, near: int = 0
+    ) -> Channel:
+        """Open another channel. All ranks do so, in the same order. For the arguments see Channel."""
         if self.size == 1:
             return OwnChannel(self)
         name = f"{self._key} channel {len(self._channels)}"
-        channel = Channel(
-            self, name, self._backend, self._timeout_s, tells=tells, foresees=foresees, hops=hops
-        )
+        how: dict[str, Any] = {"tells": tells, "foresees": foresees, "hops": hops, "near": near}
+        channel = Channel(self, name, self._backend, self._timeout_s, **how)
         self._channels.append(channel)
         return channel
 
@@ -476,7 +491,7 @@ class Ranks:
                 yield
         except Exception as error:
             if not self._lost:
-                self.each(_in_one_line(error).encode(), what)
+                self.each(in_one_line(error).encode(), what)
             raise
         failed = {rank: why.decode() for rank, why in enumerate(self.each(b"", what)) if why}
         if failed:
@@ -547,23 +562,6 @@ class Ranks:
 
 ALONE = Ranks([0], 0, "gloo", 0)
 """A single rank."""
-
-
-def _from_the_difference(texts: list[str]) -> list[str]:
-    """Return what ranks are about to do, from the first unit on that differs, where the names are long."""
-    parts = [text.split("; ") for text in texts]
-    if max(map(len, texts)) <= LONG:
-        return texts
-    same = 0
-    while all(len(one) > same and one[same] == parts[0][same] for one in parts):
-        same += 1
-    said = ["; ".join(one[same:]) or "nothing more" for one in parts]
-    begin = f"{texts[0].split(' ')[0]} {same} others, then " if same else ""
-    return [begin + brief(one) for one in said]
-
-
-def _in_one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:1000]
 
 
 def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) -> Ranks:

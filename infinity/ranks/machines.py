@@ -83,3 +83,10 @@ class Hops:
         far = _Some(ranks.members[number :: grid.ranks], machine)
         self.within: Any = new_group(f"{name} {backend} machine {machine}", near, backend, timeout_s)
         self.between: Any = new_group(f"{name} {backend} number {number}", far, backend, timeout_s)
+
+
+def neighbours(size: int, ranks: Members, name: str) -> tuple[str, Members]:
+    """Return a name for this rank's group of `size` neighbours, and the group."""
+    group, number = divmod(ranks.rank, size)
+    members = ranks.members[group * size : (group + 1) * size]
+    return f"{name} neighbours {group}", _Some(members, number)

@@ -42,6 +42,24 @@ def brief(what: str) -> str:
     return what if len(what) <= LONG else f"{what[: LONG // 2]} ... {what[-LONG // 2 :]}"
 
 
+def from_the_difference(texts: list[str]) -> list[str]:
+    """Return what ranks are about to do, from the first unit on that differs, where the names are long."""
+    parts = [text.split("; ") for text in texts]
+    if max(map(len, texts)) <= LONG:
+        return texts
+    same = 0
+    while all(len(one) > same and one[same] == parts[0][same] for one in parts):
+        same += 1
+    said = ["; ".join(one[same:]) or "nothing more" for one in parts]
+    begin = f"{texts[0].split(' ')[0]} {same} others, then " if same else ""
+    return [begin + brief(one) for one in said]
+
+
+def in_one_line(error: Exception) -> str:
+    """Return an error's kind and text, as ranks are told of it."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:1000]
+
+
 class Waiting:
     """The waits of one rank, on all of its threads; see [Note: late ranks]."""
 

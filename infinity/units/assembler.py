@@ -27,6 +27,11 @@ class Assembler(MatrixOwners, Protocol):
     def target_of(self, unit: Unit) -> FetchTarget:
         """Return where this rank's share is fetched: the unit, or memory beside it."""
 
+    def again(self, unit: Unit) -> Job | None:
+        """Have some of the ranks put together a unit from what they have kept of the last time; None where
+        none is kept, or of other values.
+        """
+
     def assemble(self, unit: Unit, job: Job, target: FetchTarget) -> Job:
         """Have the ranks put a unit together, of which `job` fetches, or has fetched, this rank's share to
         `target`.

@@ -129,7 +129,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
             self.release(unit)
         elif self._assembler is not None:  # this rank has all of it, and gives its part once more
             self._lane.wait(fetch)
-            self._lane.wait(self._assembler.assemble(unit, fetch, unit))
+            self._lane.wait(self._assembler.again(unit) or self._assembler.assemble(unit, fetch, unit))
 
     @property
     def routed(self) -> Collection[Unit]:
@@ -427,6 +427,8 @@ class UnitResidency(Residency[Unit, UpdatePass]):
             return self._update_on_device(unit)
         if self._device_updates is not None:
             bring_down(unit, self._device)
+        if self._assembler is not None and (again := self._assembler.again(unit)) is not None:
+            return again
         target = unit if self._assembler is None else self._assembler.target_of(unit)
         job: FetchPass | FetchAndUpdatePass
         if unit.pending:

@@ -120,7 +120,7 @@ def test_what_is_not_supported_is_listed_at_once_or_left_out_with_a_warning():
         "train_batch_size": 4,
         "gradient_cliping": 1.0,
         "autotuning": {"enabled": True},
-        "zero_optimization": {"compute_grad_norm": False, "zero_hpz_partition_size": 1},
+        "zero_optimization": {"compute_grad_norm": False, "mics_shard_size": -1},
     }
     with pytest.raises(ConfigError, match=r"^3 of 7 keys") as caught:
         read(content)
@@ -131,9 +131,7 @@ def test_what_is_not_supported_is_listed_at_once_or_left_out_with_a_warning():
         UserWarning, match="left out .*\n.*gradient_cliping.*\n.*autotuning.*\n.*compute_grad_norm"
     ):
         settings = read(content, strict=False)
-    assert [line.key for line in settings.report.of(Verdict.OFF)] == [
-        "zero_optimization.zero_hpz_partition_size"
-    ]
+    assert [line.key for line in settings.report.of(Verdict.OFF)] == ["zero_optimization.mics_shard_size"]
 
 
 def test_every_switch_may_be_a_number_as_in_deepspeed():

@@ -1,0 +1,39 @@
+"""What is said of second parts of weights, over few ranks (ZeRO++'s hpZ). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from infinity.errors import ConfigError
+
+MACHINE = "machine"
+KEY = "zero_optimization.zero_hpz_partition_size"
+SAYS = "Config(secondary_shard=N): layers are assembled again within N neighbours; 0 and 1: off"
+
+
+def check_secondary(given: object, stage: int, expert_parallel: int) -> None:
+    """Check Config.secondary_shard.
+
+    Raises: ConfigError.
+    """
+    if given is None:
+        return
+    if given != MACHINE and (type(given) is not int or given < 1):
+        raise ConfigError(f'secondary_shard={given!r}: expected "machine", a number of ranks, or None')
+    if stage != 3:
+        raise ConfigError(
+            f"secondary_shard={given!r} with stage={stage}, where every rank keeps the 16-bit weights whole: "
+            "stage=3 assembles them for each use; or leave it out"
+        )
+    if expert_parallel > 1:
+        raise ConfigError(
+            f"secondary_shard={given!r} with expert_parallel={expert_parallel}: experts that ranks divide "
+            "have no second part, and are on few ranks anyway. Leave one of the two out"
+        )
+
+
+def secondary(given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the field of Config that a file sets."""
+    size = int(given.get(KEY) or 0)
+    return {"secondary_shard": size} if size > 1 else {}

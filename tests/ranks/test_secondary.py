@@ -1,0 +1,107 @@
+"""Ranks that keep second parts of weights within machines, which INFINITY_LOCAL_SIZE makes of this one: real
+processes over gloo. What they do is in secondary_run.py.
+
+Bit for bit against the same training without them.
+"""
+
+import json
+
+import pytest
+
+from infinity.ranks.machines import LOCAL_SIZE
+from launches import forked
+from places import SUPPORT
+
+EVERY = [
+    "llama",
+    "layers",
+    "qwZ",
+    "nvme",
+    "nvme, qwZ",
+    "backward",
+    "backward, qwZ",
+    "accumulated",
+    "no_sync",
+    "max_norm",
+    "frozen",
+    "blocks",
+    "one by one",
+    "checkpointed",
+    "reentrant",
+    "mixtral",
+    "routed",
+    "chosen",
+    "chosen, checkpointed",
+    "fp32",
+    "fp32 beside qgZ",
+]
+"""Cases that are compared with a training without second parts."""
+ONCE = ["llama", "nvme", "accumulated", "no_sync", "max_norm", "blocks", "one by one", "reentrant", "fp32"]
+"""Those of which every weight is used in each step, trained, and sent as it is."""
+
+
+def answers(folder, ranks, cases, **more):
+    forked(ranks, SUPPORT / "secondary_run.py", folder, *cases, RANKS_DISK=folder, **more)
+    found = [folder / f"{rank}.json" for rank in range(ranks)]
+    return [json.loads(one.read_text(encoding="utf-8")) for one in found if one.exists()]
+
+
+def assert_same_bits(given, cases):
+    for case in cases:
+        assert [one[case].get("different", one[case]) for one in given] == [[]] * len(given), case
+
+
+def assert_crosses_once(one):
+    of_all, near, crossed = one["a step"]
+    assert of_all == one["weights"], "one forward's, whatever the backward and recomputation use"
+    assert crossed == one["crosses"]
+    assert near >= one["weights"] // 2
+    assert of_all + near == one["a step without"][0]
+    assert one["a step without"][2] > crossed
+
+
+@pytest.mark.multi
+def test_weights_cross_between_two_machines_once_in_a_step_with_the_same_bits(tmp_path):
+    given = answers(tmp_path, 4, ["one by one", "different"], **{LOCAL_SIZE: "2"})
+    assert_same_bits(given, ["one by one"])
+    for one in given:
+        assert_crosses_once(one["one by one"])
+        assert one["one by one"]["kept"] == one["one by one"]["weights"] // 2
+        assert one["different"] == given[0]["different"]
+        assert "rank 0: 'machine'; rank 1: 2; rank 2: 'machine'" in one["different"]["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.disk
+@pytest.mark.parametrize("machines", [2, 3])
+def test_every_path_of_a_training_has_the_bits_of_one_without_second_parts(tmp_path, machines):
+    more = ["edited", "mesh", "no room"]
+    refusals = ["does not divide", "of several machines"]
+    given = answers(tmp_path, 2 * machines, [*EVERY, *more, *refusals], **{LOCAL_SIZE: "2"})
+    assert_same_bits(given, [*EVERY, *more[:2]])
+    for one in given:
+        for case in ONCE:
+            assert_crosses_once(one[case])
+        frozen = one["frozen"]
+        assert frozen["a step"][0] == frozen["trained"] < frozen["weights"], (
+            "frozen ones crossed in the first"
+        )
+        assert one["mesh"]["near"] > 0
+        small, works = one["no room"]["errors"]
+        assert "secondary_shard: each rank keeps 1/2 of the weights" in small
+        assert works == "none"
+        for case in refusals:
+            assert one[case] == given[0][case]
+        assert f"secondary_shard={2 * machines - 1} does not divide" in one["does not divide"]["error"]
+    if machines == 3:
+        assert "ranks 0 to 2 are on several machines" in given[0]["of several machines"]["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_a_rank_that_is_killed_in_a_backward_is_named_on_all_machines(tmp_path):
+    given = answers(tmp_path, 4, ["killed"], **{LOCAL_SIZE: "2"})
+    assert len(given) == 3
+    for one in given:
+        assert "rank 3 did not answer" in one["killed"]["error"]
