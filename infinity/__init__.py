@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from infinity.optim.elementwise import wrap_optimizer as wrap_optimizer
     from infinity.optim.muon import Muon as Muon
     from infinity.optim.muon import muon_groups as muon_groups
+    from infinity.optim.one_bit import OneBitAdam as OneBitAdam
     from infinity.optim.optimizers import SGD as SGD
     from infinity.optim.optimizers import Adagrad as Adagrad
     from infinity.optim.optimizers import Adam as Adam
@@ -93,6 +94,7 @@ _MODULES = {
     "infinity.optim.base": ("OffloadedOptimizer",),
     "infinity.optim.elementwise": ("wrap_optimizer",),
     "infinity.optim.muon": ("Muon", "muon_groups"),
+    "infinity.optim.one_bit": ("OneBitAdam",),
     "infinity.optim.optimizers": ("Adagrad", "Adam", "AdamW", "Lion", "SGD"),
     "infinity.sequences.loader": ("SequenceParallelLoader",),
     "infinity.sequences.parallel": ("SequenceParallel",),
@@ -123,6 +125,15 @@ _OLD = {
 }
 """Deprecated names: the module and the name there that each stands for, and what to write instead."""
 
+_INSTEAD = {
+    "OnebitAdam": "infinity.OneBitAdam",
+    "ZeroOneAdam": "DeepSpeed has removed it, too: infinity.OneBitAdam sends one bit after freeze_step",
+    "OnebitLamb": "a norm of each layer comes too late for a stream: infinity.OneBitAdam",
+    "OneBitLamb": "a norm of each layer comes too late for a stream: infinity.OneBitAdam",
+    "Lamb": "a norm of each layer comes too late for a stream: infinity.AdamW",
+}
+"""What to use instead of optimizers that are not there."""
+
 __all__ = [name for name in _MODULE_OF if name != "OffloadedOptimizer"]
 
 
@@ -139,7 +150,8 @@ def __getattr__(name: str) -> Any:
         warn_deprecated(f"infinity.{name}", f"use {now}")
         found = getattr(importlib.import_module(module), there)
     else:
-        raise AttributeError(f"module 'infinity' has no attribute {name!r}")
+        instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"module 'infinity' has no attribute {name!r}{instead}")
     globals()[name] = found
     return found
 

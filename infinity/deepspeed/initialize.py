@@ -29,6 +29,7 @@ from infinity.errors import ConfigError, UnsupportedError
 from infinity.optim import optimizers
 from infinity.optim.base import OffloadedOptimizer
 from infinity.optim.muon import MUONS, Muon, split_groups
+from infinity.optim.one_bit import OneBitAdam
 from infinity.sequences.loader import SequenceParallelLoader
 from infinity.sequences.random_ltd import RandomLTD
 from infinity.sequences.sparse_attention import SparseAttention
@@ -190,6 +191,8 @@ def _optimizer(
         if settings.optimizer.kind == Muon.__name__:
             groups = split_groups(model, chosen, *halves_of_muon(settings.optimizer.options))
             return Muon(groups, update=_update(settings)), None
+        if settings.optimizer.kind == OneBitAdam.__name__:
+            return _one_bit(chosen, settings), None
         kind = getattr(optimizers, settings.optimizer.kind)
         return kind(chosen, **settings.optimizer.options, update=_update(settings)), None
     if not isinstance(optimizer, Optimizer):
@@ -203,6 +206,18 @@ def _optimizer(
             )
         return optimizer, None
     return _in_place_of(optimizer)(_groups(optimizer), update=_update(settings)), optimizer
+
+
+def _one_bit(parameters: list[Any], settings: Settings) -> OneBitAdam:
+    """Return the optimizer of that name. Raises: ConfigError where the file has gradients clipped."""
+    if settings.gradient_clipping:
+        raise ConfigError(
+            f"OneBitAdam with gradient_clipping={settings.gradient_clipping} (1.0 by default): after "
+            'freeze_step ranks exchange momenta, and no gradients whose norm could be clipped: "gradient_'
+            'clipping": 0; or AdamW'
+        )
+    options = settings.optimizer.options if settings.optimizer is not None else {}
+    return OneBitAdam(parameters, **options)
 
 
 def _update(settings: Settings) -> Literal["forward", "backward"]:

@@ -17,8 +17,9 @@ from.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,8 +33,9 @@ from infinity.device.device import Device
 from infinity.errors import HostMemoryError
 from infinity.gradients.coded import CodedReducing
 from infinity.gradients.coding import Coding
-from infinity.gradients.collectives import CollectiveLane, Reducing
+from infinity.gradients.collectives import Collective, CollectiveLane, Reducing
 from infinity.gradients.gradient import Form, Gradient, total_of
+from infinity.gradients.one_bit import Momenta, reduce_momenta
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Lease, OutgoingShare
 from infinity.ranks.group import Ranks
@@ -108,8 +110,9 @@ class Reduction:
         self._local: defaultdict[Unit, dict[int, _Local]] = defaultdict(dict)
         self._complete: dict[Unit, Lease] = {}
         """The open bucket, with leases of its gradients' bytes; see [Note: buckets of gradients]."""
-        self._under_way: deque[tuple[Reducing, int]] = deque()
-        self._further_means: deque[tuple[Gradient, torch.Tensor, Reducing]] = deque()
+        self._under_way: deque[tuple[Collective, int]] = deque()
+        self._further_means: deque[tuple[Gradient, torch.Tensor, Collective]] = deque()
+        self._momenta: list[weakref.ref[Momenta]] = []
 
     def open(self, units: Iterable[Unit]) -> None:
         """Size the buckets, alike on all ranks, when the outgoing share is known: of it a bucket takes three
@@ -122,6 +125,16 @@ class Reduction:
             self._most_of_unit_nbytes = max(map(self.device_nbytes, units), default=0)
             most = min(most, max((one.layout.numel * one.flat.itemsize for one in units), default=0))
         self._bucket_nbytes = self._reducers.ranks.least(most, "size buckets")
+
+    def send_momenta_of(self, optimizer: Momenta) -> None:
+        """Send what `optimizer` makes of the gradients of those units of which it says so."""
+        self._momenta = [one for one in self._momenta if one() not in (None, optimizer)]
+        self._momenta.append(weakref.ref(optimizer))
+
+    def _momenta_of(self, unit: Unit, indices: Collection[int]) -> Momenta | None:
+        """Return the optimizer whose momenta are sent of parameters of a unit; None for their gradients."""
+        alive = (one() for one in self._momenta)
+        return next((one for one in alive if one is not None and one.sends(unit, indices)), None)
 
     def device_nbytes(self, unit: Unit) -> int:
         """Return the bytes that a unit's reduction takes on an accelerator: its gradients, what is sent and
@@ -244,16 +257,17 @@ class Reduction:
         """Begin to reduce local gradients of units, those of the same type in one collective. Every rank does
         so at the same point of its step.
         """
-        together: dict[tuple[CollectiveLane, torch.dtype], dict[Unit, dict[int, _Local]]] = {}
+        together: dict[tuple[CollectiveLane, torch.dtype, Momenta | None], dict[Unit, dict[int, _Local]]] = {}
         locals_ = {unit: self._local.pop(unit, {}) for unit in units}
         for unit, local in locals_.items():
             taken = {index: one for index, one in sorted(local.items()) if one.gradient.is_current}
             if taken:
                 wide = any(one.values.dtype == torch.float32 for one in taken.values())
                 dtype = torch.float32 if wide else unit.flat.dtype
-                together.setdefault((self._reducers.reduces(unit), dtype), {})[unit] = taken
-        for (lane, dtype), bucket in together.items():
-            self._reduce_bucket(bucket, dtype, lane, into)
+                key = self._reducers.reduces(unit), dtype, self._momenta_of(unit, taken)
+                together.setdefault(key, {})[unit] = taken
+        for (lane, dtype, momenta), bucket in together.items():
+            self._reduce_bucket(bucket, dtype, lane, into, momenta)
         for unit, local in locals_.items():
             self._give_back(local.values())
             if (lease := self._complete.pop(unit, None)) is not None:
@@ -261,15 +275,21 @@ class Reduction:
         self._add_means(into)
 
     def _reduce_bucket(
-        self, bucket: dict[Unit, dict[int, _Local]], dtype: torch.dtype, lane: CollectiveLane, into: MeanSink
+        self,
+        bucket: dict[Unit, dict[int, _Local]],
+        dtype: torch.dtype,
+        lane: CollectiveLane,
+        into: MeanSink,
+        momenta: Momenta | None,
     ) -> None:
-        job, means = self._begin(bucket, dtype, lane)
+        begin = self._begin if momenta is None else partial(self._begin_momenta, momenta)
+        job, means = begin(bucket, dtype, lane)
         for (unit, taken), mean in zip(bucket.items(), means, strict=True):
             for index, one in taken.items():
                 segment = unit.record.shard.segments[index]
                 self._deliver(one, mean[segment.start : segment.stop], job, into)
 
-    def _deliver(self, one: _Local, mean: torch.Tensor, job: Reducing, into: MeanSink) -> None:
+    def _deliver(self, one: _Local, mean: torch.Tensor, job: Collective, into: MeanSink) -> None:
         if one.gradient.form is Form.LOCAL:
             one.gradient.charge(0)
             into.reduced(one.gradient, mean, job, keep=one.keep)
@@ -278,7 +298,7 @@ class Reduction:
 
     def _begin(
         self, bucket: dict[Unit, dict[int, _Local]], dtype: torch.dtype, lane: CollectiveLane
-    ) -> tuple[Reducing, list[torch.Tensor]]:
+    ) -> tuple[Collective, list[torch.Tensor]]:
         """Queue the reduction of some units; return it, and where each unit's mean will be."""
         shares = [unit.record.shard.numel for unit in bucket]
         numel = sum(unit.layout.numel for unit in bucket)
@@ -316,6 +336,32 @@ class Reduction:
         lane.submit(job)
         if room is not None:
             room.leaves(taken_nbytes, job)
+        self._under_way.append((job, nbytes))
+        return job, means
+
+    def _begin_momenta(
+        self,
+        optimizer: Momenta,
+        bucket: dict[Unit, dict[int, _Local]],
+        dtype: torch.dtype,
+        lane: CollectiveLane,
+    ) -> tuple[Collective, list[torch.Tensor]]:
+        """Like `_begin`, of the momenta that an optimizer makes of the gradients."""
+        shares = [unit.record.shard.numel for unit in bucket]
+        numel = sum(unit.layout.numel for unit in bucket)
+        names = "; ".join(_said(unit, taken, dtype) for unit, taken in bucket.items())
+        nbytes = numel * (2 * dtype.itemsize + 1)
+        lease = self._lease(nbytes)
+        sent, start = self._buffers.take(numel, dtype), 0
+        rows = sent.view(self._reducers.ranks.size, sum(shares))
+        for (unit, taken), share in zip(bucket.items(), shares, strict=True):
+            optimizer.check(unit, [one.gradient for one in taken.values()])
+            values = {index: one.values for index, one in taken.items()}
+            _pack(unit, values, rows[:, start : start + share])
+            start += share
+        means = [self._buffers.take(share, torch.float32) for share in shares]
+        betas = {unit: optimizer.betas(unit, taken) for unit, taken in bucket.items()}
+        job = reduce_momenta(names, betas, sent, means, self._buffers.take, lease, self._lane, lane)
         self._under_way.append((job, nbytes))
         return job, means
 

@@ -20,6 +20,7 @@ from infinity.device.device import Device, Download
 from infinity.errors import HostMemoryError, UnsupportedError
 from infinity.gradients.gradient import Form, Gradient, applied_message, total_of
 from infinity.gradients.in_flight import at_once
+from infinity.gradients.one_bit import Momenta
 from infinity.gradients.reduction import Reducers, Reduction
 from infinity.gradients.spilling import Outbound, plan_spill
 from infinity.lane.lane import StreamLane
@@ -175,6 +176,11 @@ class GradientStore:
         """Give a local gradient this rank's part of the mean, which may be read when `arriving` is over."""
         gradient.comes(arriving)
         self._place(gradient, mean, keep=keep)
+
+    def send_momenta_of(self, optimizer: Momenta) -> None:
+        """See Reduction."""
+        if self._reduction is not None:
+            self._reduction.send_momenta_of(optimizer)
 
     def replaced(self, old: Gradient, part: torch.Tensor) -> Gradient:
         """Return a gradient in the place of `old`, of which `part` is what this rank holds."""

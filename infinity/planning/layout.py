@@ -38,12 +38,13 @@ class RecordSchema:
     its type. grad16 and grad32 are a spilled gradient's two forms; an activation is a record of its own.
     """
 
-    def __init__(self, state_dtype: str, dtype: str = "bf16") -> None:
-        """Raises: KeyError for a type that is none."""
+    def __init__(self, state_dtype: str, dtype: str = "bf16", more: Sequence[str] = ()) -> None:
+        """more: see with_fields. Raises: KeyError for a type that is none."""
         self.dtype = dtype
         self.state_dtype = state_dtype
         widths = {**_WEIGHTS[dtype], **_OTHERS, **_MOMENTS[state_dtype]}
         self._nbytes = {name: round(width * STATE_BLOCK) for name, width in widths.items()}
+        self._nbytes |= dict.fromkeys(more, 4 * STATE_BLOCK)
         self.weights = tuple(_WEIGHTS[dtype])
         """The fields that Init makes."""
         self.master = _MASTERS[dtype]
@@ -60,10 +61,15 @@ class RecordSchema:
         """Bytes of an element that computes."""
         self.slot_nbytes = max(_SLOT_NBYTES, round(sum(widths[name] for name in self.fields)) + 4)
         """Bytes per element of a slot: of a whole record, and a gradient of 4."""
+        self.fields += tuple(more)
         self.align_numel = round(BLOCK / min(width for width in widths.values() if width >= 1))
         """Elements. Segments start on whole blocks of every field, so each parameter can be read and written
         by itself; so do tiles.
         """
+
+    def with_fields(self, names: Sequence[str]) -> RecordSchema:
+        """Return this schema with further fields, of fp32, which no slot holds beside all the others."""
+        return RecordSchema(self.state_dtype, self.dtype, names)
 
     @property
     def is_updated_on_device(self) -> bool:
@@ -177,6 +183,10 @@ class FieldCuts:
         """Cut each field as its schema says."""
         self._schema, self._tile_numel = schema, tile_numel
         self._of: dict[str, tuple[int, int]] = {}
+
+    def know(self, schema: RecordSchema) -> None:
+        """Take a schema with further fields in the place of the one before."""
+        self._schema = schema
 
     def _cut(self, name: str) -> tuple[int, int]:
         """Return the elements and the bytes of a span."""

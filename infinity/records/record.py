@@ -189,6 +189,12 @@ class Record:
         self._moved()
         self._hashes[name] = self.new_hashes(name)
 
+    def may_have(self, names: Sequence[str]) -> None:
+        """Let it have further fields, of fp32, beside those of its schema."""
+        if not set(names) <= set(self.schema.fields):
+            self.schema = self.schema.with_fields(names)
+            self._cuts.know(self.schema)
+
     @property
     def in_files(self) -> Extent | None:
         """Where `hi`, all that there is of the weights, lies in a checkpoint's files, pinned or not; None for

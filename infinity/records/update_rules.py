@@ -130,7 +130,7 @@ def _over(call: Any, *names: str, rounds: bool = False) -> Kernel:
     return step
 
 
-def _on_every_record(step: Kernel) -> dict[tuple[str, str], Kernel]:
+def on_every_record(step: Kernel) -> dict[tuple[str, str], Kernel]:
     """Return kernels for every schema from one for split masters; see [Note: masters that are not split]."""
 
     def on_fp32(span: UpdateSpan, scalars: Any) -> None:
@@ -175,18 +175,18 @@ _ADAMW_KERNELS = {
     ("fp32", "fp32"): _over(kernels.adamw_fp32, "hi", "m", "v"),
 }
 
-_ADAM_KERNELS = _on_every_record(_over(kernels.adam, "hi", "lo", "m", "v"))
-_SGD_KERNELS = _on_every_record(_over(kernels.sgd, "hi", "lo", "m"))
-_ADAGRAD_KERNELS = _on_every_record(_over(kernels.adagrad, "hi", "lo", "v"))
-_LION_KERNELS = _on_every_record(_over(kernels.lion, "hi", "lo", "m"))
-_ADAM_STATE = {"m": "exp_avg", "v": "exp_avg_sq"}
+_ADAM_KERNELS = on_every_record(_over(kernels.adam, "hi", "lo", "m", "v"))
+_SGD_KERNELS = on_every_record(_over(kernels.sgd, "hi", "lo", "m"))
+_ADAGRAD_KERNELS = on_every_record(_over(kernels.adagrad, "hi", "lo", "v"))
+_LION_KERNELS = on_every_record(_over(kernels.lion, "hi", "lo", "m"))
+ADAM_STATE = {"m": "exp_avg", "v": "exp_avg_sq"}
 _SPLIT_ALONE = frozenset({("bf16", "fp32")})
 
 ADAMW = Recipe(
-    "AdamW", _ADAM_STATE, _adam_scalars, _ADAMW_KERNELS, frozenset(_ADAMW_KERNELS), tensor_steps.adamw
+    "AdamW", ADAM_STATE, _adam_scalars, _ADAMW_KERNELS, frozenset(_ADAMW_KERNELS), tensor_steps.adamw
 )
-ADAM = Recipe("Adam", _ADAM_STATE, _adam_scalars, _ADAM_KERNELS, _SPLIT_ALONE, tensor_steps.adam)
-SGD = Recipe("SGD", {}, _plain_sgd_scalars, _on_every_record(_without_momentum), tensors=tensor_steps.sgd)
+ADAM = Recipe("Adam", ADAM_STATE, _adam_scalars, _ADAM_KERNELS, _SPLIT_ALONE, tensor_steps.adam)
+SGD = Recipe("SGD", {}, _plain_sgd_scalars, on_every_record(_without_momentum), tensors=tensor_steps.sgd)
 MOMENTUM = Recipe("SGD", {"m": "momentum_buffer"}, _sgd_scalars, _SGD_KERNELS, _SPLIT_ALONE, tensor_steps.sgd)
 ADAGRAD = Recipe(
     "Adagrad", {"v": "sum"}, _adagrad_scalars, _ADAGRAD_KERNELS, _SPLIT_ALONE, tensor_steps.adagrad

@@ -1,0 +1,215 @@
+"""1-bit Adam: [Note: 1-bit Adam] in reference/one_bit.py, [Note: workers] in gradients/one_bit.py."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from infinity import kernels
+from infinity.engine.engine import Engine
+from infinity.errors import UnsupportedError
+from infinity.gradients.gradient import Form, Gradient
+from infinity.lane.passes import CopyInPass
+from infinity.optim.base import OffloadedOptimizer
+from infinity.records.one_bit import FrozenScalars, all_worker_fields, recipe_of, worker_fields
+from infinity.units.optimizer_options import settle
+from infinity.units.unit import Unit
+
+_INSTEAD = 'use AdamW; Config(quantized_gradients="int4") sends gradients in a quarter of the bytes'
+
+
+class OneBitAdam(OffloadedOptimizer):
+    """1-bit Adam (Tang et al., arXiv 2102.02888): after `freeze_step` steps ranks send one bit an element.
+
+    lr, betas, eps, weight_decay (decoupled): as AdamW, which it is up to step freeze_step, with its bits.
+    From then on the variance stays as it is, and ranks exchange the signs of their momenta, with a scale
+    for each 256 elements: 1/14 of the bytes of gradients in 16 bits. What that leaves out is added to what
+    they send next. Of several machines with several ranks each, gradients are summed within each machine in
+    their own type, and momenta go between machines. Momenta and errors take 8 bytes per parameter on each
+    rank, of several machines on each machine, whose ranks divide them; they lie where the state lies, and
+    durable runs commit them. `infinity.save` has neither: after `infinity.load`, and after any change of
+    weights between steps, momenta begin with the common one, and errors with zeros. `p.grad` shows the
+    momentum, once the variance is frozen. One rank exchanges nothing.
+
+    Raises: ValueError for settings out of range, freeze_step below 1 among them, and for parameters that were
+    not built in Init; UnsupportedError for fp16, 16- and 8-bit state, accelerators, meshes, and experts and
+    rows that are built one by one.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        freeze_step: int = 100_000,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        max_norm: float | None = None,
+        **options: Any,
+    ) -> None:
+        if max_norm is not None:
+            raise UnsupportedError(
+                f"OneBitAdam(max_norm={max_norm}): after freeze_step ranks exchange momenta, and no "
+                f"gradients whose norm could be clipped; leave it out, or {_INSTEAD}"
+            )
+        settle(OneBitAdam, None, options, params)
+        self._several = False
+        self._versions: dict[Unit, int] = {}
+        """Units whose momenta are exchanged, and their versions after the last step."""
+        defaults = {"lr": lr, "freeze_step": freeze_step, "betas": betas, "eps": eps}
+        defaults["weight_decay"] = weight_decay
+        super().__init__(params, defaults, recipe_of(self._scalars_of))
+
+    def _scalars_of(self, group: Mapping[str, Any], step: int, clip: float) -> Any:
+        freeze_step = group["freeze_step"]
+        if type(freeze_step) is not int or freeze_step < 1:
+            raise ValueError(f"freeze_step={freeze_step!r}: expected a number of steps, 1 or more")
+        beta1, beta2 = map(float, group["betas"])
+        options = float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"])
+        warm = kernels.AdamWScalars(*options, step, clip)
+        if step <= freeze_step:
+            return warm
+        if clip != 1:
+            raise UnsupportedError(
+                f"OneBitAdam: gradients were scaled by {clip:.3g} in step {step}, after freeze_step="
+                f"{freeze_step}, where ranks exchange momenta and no gradients: leave clip_grad_norm_ out "
+                f"from then on, or {_INSTEAD}"
+            )
+        return FrozenScalars(dict(group, params=()), step, self._several)
+
+    # Room
+
+    def take(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See Owning."""
+        for parameter in parameters:
+            engine = self.mine[id(parameter)].engine
+            _check(engine, parameter)
+            self._several |= engine.ranks.size > 1
+            engine.parameters.unit_of(parameter)[0].record.may_have(all_worker_fields(_workers(engine)))
+            engine.gradients.send_momenta_of(self)
+        super().take(parameters)
+
+    def _missing(self, parameter: nn.Parameter) -> list[str]:
+        engine = self.mine[id(parameter)].engine
+        record = engine.parameters.unit_of(parameter)[0].record
+        fields = all_worker_fields(_workers(engine))
+        return [*super()._missing(parameter), *(name for name in fields if name not in record)]
+
+    def _forget(self, engine: Engine, parameter: nn.Parameter) -> None:
+        super()._forget(engine, parameter)
+        self._versions.pop(engine.parameters.unit_of(parameter)[0], None)
+        _clear(engine, engine.parameters.unit_of(parameter)[0], all_worker_fields(_workers(engine)))
+
+    # gradients.one_bit.Momenta
+
+    def sends(self, unit: Unit, indices: Collection[int]) -> bool:
+        """See Momenta. Raises: UnsupportedError for parameters of one module that differ in this."""
+        steps = [self._past_freeze(unit.parameters[index]) for index in indices]
+        if any(steps) and not all(steps):
+            raise UnsupportedError(
+                f"{unit.name}: some of its parameters have made freeze_step steps, and others have not: "
+                "OneBitAdam exchanges the momenta of a module's parameters together. Give them one "
+                "freeze_step, and gradients from the first step on"
+            )
+        return any(steps)
+
+    def _past_freeze(self, parameter: nn.Parameter) -> bool:
+        if id(parameter) not in self.mine or self.superseded:
+            return False
+        group = self.param_groups[self.mine[id(parameter)].group]
+        return self.counts.get(parameter, {}).get("step", 0) >= int(group["freeze_step"])
+
+    def betas(self, unit: Unit, indices: Collection[int]) -> Mapping[int, float]:
+        """See Momenta."""
+        groups = {one: self.mine[id(unit.parameters[one])].group for one in indices}
+        return {index: float(self.param_groups[group]["betas"][0]) for index, group in groups.items()}
+
+    def check(self, unit: Unit, gradients: Sequence[Gradient]) -> None:
+        """See Momenta. Momenta of workers begin here, or again."""
+        if any(one.form is not Form.LOCAL for one in gradients):
+            raise UnsupportedError(
+                f"{unit.name}: a second backward before step(), after freeze_step={self._freeze_step(unit)}: "
+                "OneBitAdam exchanges momenta once in a step. Run all backwards but the last in "
+                f"`with infinity.no_sync(model):`, or {_INSTEAD}"
+            )
+        engine = self._engine(unit)
+        engine.parameters.before_change()  # momenta and errors are those of this step from now on
+        if self._versions.get(unit) == unit.version:
+            return
+        restored = unit not in self._versions and unit.record.written("w0", 0)
+        if not restored:
+            _begin(engine, unit)
+        self._versions[unit] = unit.version
+
+    def _freeze_step(self, unit: Unit) -> int:
+        return int(self.param_groups[self.mine[id(unit.parameters[0])].group]["freeze_step"])
+
+    def _decide(
+        self, group: dict[str, Any], parameter: nn.Parameter, gradient: Gradient, factor: np.float32
+    ) -> None:
+        unit = gradient.unit
+        if gradient.form is Form.ZERO and self._past_freeze(parameter):
+            raise UnsupportedError(
+                f"{unit.name}: a gradient of zeros that no backward brought, after freeze_step="
+                f"{group['freeze_step']}: call optimizer.zero_grad(), which sets gradients to None"
+            )
+        super()._decide(group, parameter, gradient, factor)
+        if unit in self._versions:
+            self._versions[unit] = unit.version
+
+
+def _workers(engine: Engine) -> int:
+    """Return how many workers exchange momenta; 0 for one rank, which exchanges none."""
+    ranks = engine.ranks
+    return 0 if ranks.size == 1 else ranks.grid.machines if ranks.grid is not None else ranks.size
+
+
+def _check(engine: Engine, parameter: nn.Parameter) -> None:
+    """Raises: UnsupportedError where momenta of a parameter cannot be exchanged."""
+    unit = engine.parameters.unit_of(parameter)[0]
+    name = engine.parameters.name_of(parameter)
+    why = ""
+    if not engine.device.is_host:
+        why = f"it computes on {engine.ranks.device!r}, and momenta are made by the CPU"
+    elif engine.stages.mesh.several or engine.stages.several:
+        why = "the model is divided over a mesh, or into stages"
+    elif not unit.record.holders.are_all:
+        why = "ranks divide its experts"
+    elif unit in engine.residency.routed and engine.ranks.size > 1:
+        why = 'the data decides whether it is used (Config(experts="whole") builds it as one parameter)'
+    elif engine.config.quantized_gradients is not None:
+        why = "Config(quantized_gradients=...) codes gradients in another way; leave one of the two out"
+    if why:
+        raise UnsupportedError(f"OneBitAdam of {name}: {why}. Otherwise {_INSTEAD}")
+
+
+def _clear(engine: Engine, unit: Unit, names: Iterable[str]) -> None:
+    """Let fields be zeros."""
+    for name in names:
+        if name in unit.record and unit.record.written(name, 0):
+            engine.lane.drain()
+            unit.record.drop(name)
+            unit.record.add(name, engine.store)
+
+
+def _begin(engine: Engine, unit: Unit) -> None:
+    """Let the momenta of a worker be the common one, and its errors zeros. Every rank calls it."""
+    record, ranks = unit.record, engine.ranks
+    whole = torch.zeros(unit.layout.numel, dtype=torch.float32, device="cpu")
+    for index, segment in enumerate(unit.layout.segments):
+        values = engine.parameters.read_record(record, index, {"m": torch.float32})["m"]
+        whole[segment.start : segment.stop] = values
+    workers, near = _workers(engine), ranks.grid.ranks if ranks.grid is not None else 1
+    _clear(engine, unit, (worker_fields(one)[1] for one in range(workers)))
+    share = record.shard.numel
+    for worker in range(workers):
+        first = (worker * near + ranks.rank % near) * share
+        values = {worker_fields(worker)[0]: whole[first : first + share].clone()}
+        job = CopyInPass(record, record.tile_numel, 0, share, values)
+        engine.lane.submit(job, urgent=True)
+        engine.lane.wait(job)

@@ -1,0 +1,125 @@
+"""1-bit Adam on one rank, which exchanges nothing, and what it refuses. Trusted: infinity.reference. Several
+ranks: tests/ranks/test_one_bit.py.
+"""
+
+import pytest
+import torch
+
+import infinity
+from infinity import ConfigError, UnsupportedError
+from infinity.reference import ReferenceAdamW, one_bit, prepare
+from infinity.reference.recipe import f32, rounded
+
+GROUP = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
+
+
+def layers():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.ReLU(), torch.nn.Linear(50, 3))
+
+
+def loss_of(model, step):
+    inputs = torch.randn(4, 30, generator=torch.Generator().manual_seed(step))
+    return model(inputs.to(next(model.parameters()).dtype)).float().square().mean()
+
+
+def in_memory(steps, freeze_step, dtype):
+    model = layers() if dtype == "fp32" else prepare(layers())
+    optimizer = ReferenceAdamW(model.parameters(), **GROUP)
+    for step in range(steps):
+        loss_of(model, step).backward()
+        if step < freeze_step:
+            optimizer.step()
+            model.zero_grad()
+            continue
+        for one in model.parameters():
+            state = optimizer.state[one]
+            state["step"] += 1
+            state["exp_avg"].mul_(f32(0.9)).add_(one.grad.float() * f32(1 - 0.9))
+            group = {**GROUP, "freeze_step": freeze_step}
+            one_bit.frozen_step(state["master"], state["exp_avg"], state["exp_avg_sq"], state["step"], group)
+            one.data.copy_(rounded(state["master"], one.dtype))
+        model.zero_grad()
+    return model.state_dict(), [optimizer.state[one]["exp_avg_sq"] for one in model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_one_rank_freezes_the_variance_and_exchanges_nothing(dtype):
+    with infinity.Init(host_memory="16MiB", dtype=dtype):
+        model = layers()
+    optimizer = infinity.OneBitAdam(model.parameters(), freeze_step=3, **GROUP)
+    for step in range(6):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected, variances = in_memory(6, 3, dtype)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, expected[key]), key
+    for one, variance in zip(model.parameters(), variances, strict=True):
+        assert torch.equal(optimizer.state[one]["exp_avg_sq"], variance)
+    assert infinity.stats(model).exchanged_nbytes == {}
+
+
+@pytest.mark.parametrize("freeze_step", [0, -1, 1.5, True])
+def test_a_freeze_step_below_1_is_refused(freeze_step):
+    with infinity.Init(host_memory="16MiB"):
+        model = layers()
+    with pytest.raises(ValueError, match=f"freeze_step={freeze_step}: expected a number of steps, 1 or more"):
+        infinity.OneBitAdam(model.parameters(), freeze_step=freeze_step)
+
+
+def test_what_cannot_go_with_exchanged_momenta_is_refused_with_what_to_use_instead():
+    with infinity.Init(host_memory="16MiB", dtype="fp16"):
+        model = layers()
+    with pytest.raises(UnsupportedError):
+        infinity.OneBitAdam(model.parameters())
+    with infinity.Init(host_memory="16MiB"):
+        model = layers()
+    with pytest.raises(
+        UnsupportedError, match=r'max_norm=1.0.*use AdamW; Config\(quantized_gradients="int4"'
+    ):
+        infinity.OneBitAdam(model.parameters(), max_norm=1.0)
+    optimizer = infinity.OneBitAdam(model.parameters(), freeze_step=1)
+    for step in range(2):
+        loss_of(model, step).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
+        if step:
+            with pytest.raises(UnsupportedError, match=r"gradients were scaled .* in step 2"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("kind", "instead"),
+    [("ZeroOneAdam", "OneBitAdam sends momenta"), ("OneBitLamb", "OneBitAdam, or Adam with")],
+)
+def test_its_relatives_are_refused_by_name_with_what_to_use_instead(kind, instead):
+    with pytest.raises(ConfigError, match=f"optimizer.type = .{kind}.*{instead}"):
+        infinity.Config.from_deepspeed({"bf16": {"enabled": True}, "optimizer": {"type": kind, "params": {}}})
+    with pytest.raises(AttributeError, match=rf"{kind}.*infinity.OneBitAdam"):
+        getattr(infinity, kind)
+
+
+def test_deepspeeds_json_makes_one_unless_gradients_are_clipped():
+    from infinity import deepspeed
+
+    content = {
+        "train_batch_size": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {
+            "type": "OneBitAdam",
+            "params": {"lr": 1e-3, "freeze_step": 7, "comm_backend_name": "nccl"},
+        },
+    }
+    for clipping in (0, 1.0):
+        config = {**content, "gradient_clipping": clipping}
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = layers()
+        if clipping:
+            with pytest.raises(ConfigError, match=r"OneBitAdam with gradient_clipping=1\.0 "):
+                deepspeed.initialize(model=model, config=config)
+        else:
+            _, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
+            assert [group["freeze_step"] for group in optimizer.param_groups] == [7]

@@ -1,0 +1,74 @@
+"""1-bit Adam on several ranks: real processes over gloo. What they do is in one_bit_run.py.
+
+Bit for bit against one process that keeps the momenta and errors of all workers, of any number of ranks and
+machines.
+"""
+
+import json
+
+import pytest
+
+from infinity.ranks.machines import LOCAL_SIZE
+from launches import forked
+from places import SUPPORT
+
+EVERY = ["layers", "one by one", "llama", "nvme", "no_sync", "frozen", "blocks", "fp32"]
+"""Cases that are compared with the reference."""
+
+
+def answers(folder, ranks, cases, **more):
+    forked(ranks, SUPPORT / "one_bit_run.py", folder, *cases, RANKS_DISK=folder, **more)
+    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+
+
+def assert_as_reference(given, cases):
+    for case in cases:
+        assert [one[case].get("different", one[case]) for one in given] == [[]] * len(given), case
+
+
+@pytest.mark.multi
+def test_after_the_freeze_ranks_send_a_14th_of_the_bytes_with_the_bits_of_one_process(tmp_path):
+    given = answers(tmp_path, 2, ["one by one"])
+    assert_as_reference(given, ["one by one"])
+    for one in given:
+        warm, frozen = one["one by one"]["reduced"][1:3]
+        assert frozen <= warm / 14
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.disk
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_path_of_a_training_has_the_bits_of_one_process(tmp_path, ranks):
+    given = answers(tmp_path, ranks, [*EVERY, "durable", "loaded", "twice", "clipped"])
+    assert_as_reference(given, [*EVERY, "durable"])
+    for one in given:
+        for case in ("layers", "llama", "nvme", "frozen", "blocks"):
+            assert one[case]["reduced"][-1] <= one[case]["reduced"][1] / 14, case
+        assert one["nvme"]["read"] > 0
+        assert one["loaded"]["first"], "weights are those that were saved"
+        assert 0 < one["loaded"]["apart"] < 0.1, "errors began anew"
+        assert "a second backward before step(), after freeze_step=1" in one["twice"]["error"]
+        assert "gradients were scaled by" in one["clipped"]["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.disk
+@pytest.mark.parametrize("machines", [2, 3])
+def test_between_machines_goes_a_14th_of_the_bytes(tmp_path, machines):
+    cases = ["layers", "llama", "nvme", "no_sync", "qwZ and second parts"]
+    given = answers(tmp_path, 2 * machines, [*cases, "crossed"], **{LOCAL_SIZE: "2"})
+    assert_as_reference(given, cases)
+    for one in given:
+        warm, frozen = one["crossed"]["steps"][1:3]
+        assert 0 < frozen <= warm / 14
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_after_300_steps_the_loss_of_25_million_parameters_is_within_2_percent(tmp_path):
+    for one in (one["long"] for one in answers(tmp_path, 2, ["long"], limit_s=2400.0)):
+        first, last = one["AdamW"]
+        assert last < 0.5 * first, "it has learned"
+        assert abs(one["OneBitAdam"][1] / last - 1) < 0.02

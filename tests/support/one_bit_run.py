@@ -1,0 +1,231 @@
+"""What ranks do in the tests of 1-bit Adam: cases by name, a JSON answer each.
+
+    one_bit_run.py FOLDER CASE [CASE ...]  # launched by launches.forked
+
+Rank R writes FOLDER/R.json. The reference is one process that has the whole model, takes every rank's batch
+in turn, and keeps the momenta and errors of all workers, by infinity.reference.one_bit.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import coded_run
+import infinity
+from coded_run import MODELS, build, loss_of, mean, summed, train
+from infinity.cli.presets import PRESETS, llama
+from infinity.engine.engine import engine_of_model
+from infinity.ranks.machines import LOCAL_SIZE
+from infinity.reference import ReferenceAdamW, one_bit, prepare
+from infinity.reference.recipe import rounded
+
+GROUP = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.99)}
+
+
+def in_one_process(name, *, steps, freeze, micro=1, frozen=None, dtype=None):
+    """Return the losses of this rank, the weights, and the momenta and variances."""
+    torch.manual_seed(0)
+    model, ranks = MODELS[name](), dist.get_world_size()
+    model = prepare(model) if dtype is None else model
+    machines = ranks // int(os.environ.get(LOCAL_SIZE, ranks))
+    workers, near = (machines, ranks // machines) if machines > 1 else (ranks, 1)
+    for key, one in model.named_parameters():
+        one.requires_grad_(frozen is None or frozen not in key)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer, losses, state = ReferenceAdamW(trained, **GROUP), [], {}
+    for step in range(steps):
+        rows = []
+        for rank in range(ranks):
+            grads = []
+            for number in range(micro):
+                loss = loss_of(model, 1000 * rank + 10 * step + number)
+                loss.backward()
+                grads.append([one.grad for one in trained])
+                losses += [loss.item()] if rank == dist.get_rank() else []
+                model.zero_grad()
+            rows.append([summed(of_one) if micro > 1 else of_one[0] for of_one in zip(*grads, strict=True)])
+        if step < freeze:
+            for one, *of_one in zip(trained, *rows, strict=True):
+                coded_run.store(one, [mean(of_one, 0, machines)])
+            optimizer.step()
+            optimizer.zero_grad()
+            continue
+        with torch.no_grad():
+            for one, *of_one in zip(trained, *rows, strict=True):
+                frozen_step(optimizer, one, of_one, state, workers, near, freeze)
+    moments = [optimizer.state[one] for one in trained]
+    return losses, model.state_dict(), moments
+
+
+def frozen_step(optimizer, parameter, rows, state, workers, near, freeze):
+    """Make the step of one parameter, of which `rows` has each rank's gradient."""
+    of_one = optimizer.state[parameter]
+    of_one["step"] += 1
+    m, v = of_one["exp_avg"], of_one["exp_avg_sq"]
+    kept = state.setdefault(parameter, [(m.clone(), torch.zeros_like(m)) for _ in range(workers)])
+    sent = []
+    for worker, (w, e) in enumerate(kept):
+        of_worker = rows[worker * near : (worker + 1) * near]
+        gradient = sum(of_worker[1:], of_worker[0].float()).to(of_worker[0].dtype).float()
+        sent.append(one_bit.send(w, e, gradient / near, GROUP["betas"][0]))
+    m.copy_(one_bit.mean_of(sent))
+    one_bit.frozen_step(of_one["master"], m, v, of_one["step"], {**GROUP, "eps": 1e-8, "freeze_step": freeze})
+    parameter.copy_(rounded(of_one["master"], parameter.dtype))
+
+
+def compare(name, *, steps=6, freeze=2, micro=1, once=False, frozen=None, **fields):
+    """Train, and compare with the reference; and the bytes of a step before the freeze and after."""
+    model = build(name, frozen, **fields)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = infinity.OneBitAdam(trained, freeze_step=freeze, **GROUP)
+    losses, moved = [], []
+    for step in range(steps):
+        before = infinity.stats(model).exchanged_nbytes
+        losses += train(model, optimizer, steps=1, micro=micro, once=once, first=step)
+        after = infinity.stats(model).exchanged_nbytes
+        moved.append({kind: after[kind] - before[kind] for kind in after})
+    state = model.state_dict()
+    engine = engine_of_model(model)
+    expected_losses, expected, moments = in_one_process(
+        name, steps=steps, freeze=freeze, micro=micro, frozen=frozen, dtype=fields.get("dtype")
+    )
+    different = [key for key, one in expected.items() if not torch.equal(one, state[key])]
+    for one, of_one in zip(trained, moments, strict=True):
+        m, v = engine.parameters.read(one, ["m", "v"])
+        name = engine.parameters.name_of(one)
+        different += [] if torch.equal(m, of_one["exp_avg"]) else [f"m of {name}"]
+        different += [] if torch.equal(v, of_one["exp_avg_sq"]) else [f"v of {name}"]
+    crossed = engine.partition._reduces.crossed_nbytes
+    return {
+        "different": different + (["losses"] if losses != expected_losses else []),
+        "reduced": [one["reduce"] for one in moved],
+        "crossed": crossed,
+        "read": infinity.stats(model).nvme_read_nbytes,
+    }
+
+
+def crossed():
+    """Return the bytes of gradients that go to other machines, in a step before the freeze, and after."""
+    model = build("layers")
+    optimizer, seen = infinity.OneBitAdam(model.parameters(), freeze_step=2, **GROUP), []
+    for step in range(4):
+        before = engine_of_model(model).partition._reduces.crossed_nbytes
+        train(model, optimizer, steps=1, first=step)
+        model.state_dict()
+        dist.barrier()
+        seen.append(engine_of_model(model).partition._reduces.crossed_nbytes - before)
+    return {"steps": seen}
+
+
+def durable():
+    """Commit a run past the freeze, resume it, and compare with one that never stopped."""
+    shown = []
+    for stops in (False, True):
+        folder = Path(os.environ["RANKS_DISK"], f"durable {stops}")
+        folder.mkdir(exist_ok=True)
+        losses = []
+        for first, last in ((0, 4), (4, 7)) if stops else ((0, 7),):
+            model = build("layers", nvme=str(folder), host_memory="64MiB", durable=True)
+            optimizer = infinity.OneBitAdam(model.parameters(), freeze_step=2, **GROUP)
+            begun = infinity.resume(model, optimizer)
+            assert begun == first
+            losses += train(model, optimizer, steps=last - first, first=first)
+            infinity.commit(model)
+            state = model.state_dict()
+            engine_of_model(model).close()
+            del model, optimizer
+        shown.append((losses, state))
+    (losses, state), (resumed_losses, resumed) = shown
+    different = [key for key, one in state.items() if not torch.equal(one, resumed[key])]
+    return {"different": different + (["losses"] if losses != resumed_losses else [])}
+
+
+def loaded():
+    """Save past the freeze, load into another model, and go on; return how far losses are apart."""
+    folder = Path(os.environ["RANKS_DISK"], "saved")
+    model = build("layers")
+    optimizer = infinity.OneBitAdam(model.parameters(), freeze_step=2, **GROUP)
+    train(model, optimizer, steps=4)
+    infinity.save(model, optimizer, folder)
+    losses = train(model, optimizer, steps=3, first=4)
+    other = build("layers")
+    its = infinity.OneBitAdam(other.parameters(), freeze_step=2, **GROUP)
+    infinity.load(other, its, folder)
+    again = train(other, its, steps=3, first=4)
+    apart = max(abs(one / two - 1) for one, two in zip(losses, again, strict=True))
+    return {"first": losses[0] == again[0], "apart": apart}
+
+
+def twice():
+    """Run a second backward before step(), after the freeze."""
+    model = build("layers")
+    optimizer = infinity.OneBitAdam(model.parameters(), freeze_step=1, **GROUP)
+    train(model, optimizer, steps=1)
+    try:
+        train(model, optimizer, steps=1, micro=2, first=1)
+    except infinity.UnsupportedError as error:
+        return {"error": str(error)}
+    return {"error": "none"}
+
+
+def clipped():
+    """Clip gradients by hand, after the freeze."""
+    model = build("layers")
+    optimizer = infinity.OneBitAdam(model.parameters(), freeze_step=1, **GROUP)
+    train(model, optimizer, steps=1)
+    loss_of(model, dist.get_rank()).backward()
+    try:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+    except infinity.UnsupportedError as error:
+        return {"error": str(error)}
+    return {"error": "none"}
+
+
+def long(steps=300, last=50):
+    """Train 25 million parameters on a chain of tokens; return the mean losses of the last steps."""
+    means = {}
+    for name in ("AdamW", "OneBitAdam"):
+        torch.manual_seed(0)
+        with infinity.Init(host_memory="2GiB"):
+            model = llama(PRESETS["25m"], 32)
+        more = {} if name == "AdamW" else {"freeze_step": steps // 5}
+        optimizer = getattr(infinity, name)(model.parameters(), lr=2e-4, weight_decay=0.01, **more)
+        losses = []
+        for step in range(steps):
+            ids = coded_run.chain(1000 * step + dist.get_rank())
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        means[name] = [losses[0], sum(losses[-last:]) / last]
+        del model, optimizer
+    return means
+
+
+NVME = {"nvme": os.environ.get("RANKS_DISK"), "host_memory": int(os.environ["WORLD_SIZE"]) << 20}
+CASES = {
+    "layers": lambda: compare("layers"),
+    "one by one": lambda: compare("layers", reduce_bucket=0),
+    "llama": lambda: compare("llama"),
+    "nvme": lambda: compare("llama", **NVME),
+    "no_sync": lambda: compare("layers", micro=3, once=True),
+    "frozen": lambda: compare("llama", frozen="mlp"),
+    "blocks": lambda: compare("llama", units="block"),
+    "fp32": lambda: compare("llama", dtype="fp32"),
+    "qwZ and second parts": lambda: compare("layers", secondary_shard="machine"),
+    "crossed": crossed,
+    "durable": durable,
+    "loaded": loaded,
+    "twice": twice,
+    "clipped": clipped,
+    "long": long,
+}
+
+
+if __name__ == "__main__":
+    coded_run.main(sys.argv[1], sys.argv[2:], CASES)
