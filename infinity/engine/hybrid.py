@@ -11,12 +11,14 @@ from infinity.ranks.mesh import data_of_mesh
 
 
 def hybrid(group: Any, config: Config) -> tuple[Any, Config]:
-    """Return the ranks that share a model, and the settings, where `group` is such a mesh: all of its ranks,
-    and secondary_shard as many as its second dimension has. Anything else is returned as it is.
+    """Return the ranks that share a model, and the settings, where `group` is such a mesh, as the names of
+    its dimensions say, such as "replicate" and "shard": all of its ranks, and secondary_shard as many as its
+    second dimension has. Anything else is returned as it is.
 
     Raises: ConfigError where the mesh and Config say different things, or its ranks are not in order.
     """
-    if getattr(group, "ndim", 1) != 2 or not hasattr(group, "mesh"):
+    names = tuple(getattr(group, "mesh_dim_names", None) or ())
+    if len(names) != 2 or "replicate" not in names[0] or "shard" not in names[1]:
         return group, config
     rows = group.mesh.tolist()
     in_order = group.mesh.flatten()
@@ -30,11 +32,5 @@ def hybrid(group: Any, config: Config) -> tuple[Any, Config]:
         raise ConfigError(
             f"process_group is a mesh of {len(rows)} times {size} ranks, (replicate, shard), and "
             f"secondary_shard={config.secondary_shard!r}: leave one of the two out"
-        )
-    names = tuple(group.mesh_dim_names or ())
-    if len(names) != 2:
-        raise ConfigError(
-            "process_group is a mesh whose dimensions have no names: init_device_mesh(..., "
-            'mesh_dim_names=("replicate", "shard")) gives them some'
         )
     return data_of_mesh(group, names), dataclasses.replace(config, secondary_shard=size)

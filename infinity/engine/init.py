@@ -89,9 +89,9 @@ class Init:
 
     config: a Config, or its fields as keywords: Init(nvme="/local_nvme", host_memory="4GiB").
     process_group: the ranks that share the model, as a group of torch.distributed or a DeviceMesh of one
-    dimension, or of two, (replicate, shard), whose second is that of secondary_shard; None: all ranks of the
-    run. Each of them builds the same model, from the random numbers of
-    rank 0, whatever its own seed; after the `with` it goes on with its own.
+    dimension, or of two whose names have "replicate" and "shard" in them (see secondary_shard); None: all
+    ranks of the run. Each of them builds the same model, from the random numbers of rank 0, whatever its own
+    seed; after the `with` it goes on with its own.
     partition_activations: the ranks that compute on copies of the same activations, as those of tensor
     parallelism do (a group or a DeviceMesh likewise): each keeps a part of what a checkpointed block saves,
     and they gather it when the backward takes it.

@@ -24,7 +24,7 @@ def neighbours_of(given: str | int | None, ranks: Ranks, device: Device) -> int:
         if given is not None:
             _say(given, "there is one rank, which has all of the weights")
         return 0
-    wanted = -1 if given == MACHINE else int(given or 0)
+    wanted = 0 if given is None else -1 if given == MACHINE else int(given)
     rows = ranks.of_all([wanted, this_machine()], "compare secondary_shard")
     sizes, machines = [row[0] for row in rows], [row[1] for row in rows]
     if any(size != sizes[0] for size in sizes):

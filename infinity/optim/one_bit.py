@@ -209,7 +209,7 @@ def _begin(engine: Engine, unit: Unit) -> None:
     share = record.shard.numel
     for worker in range(workers):
         first = (worker * near + ranks.rank % near) * share
-        values = {worker_fields(worker)[0]: whole[first : first + share].clone()}
-        job = CopyInPass(record, record.tile_numel, 0, share, values)
+        begin = {worker_fields(worker)[0]: whole[first : first + share].clone()}
+        job = CopyInPass(record, record.tile_numel, 0, share, begin)
         engine.lane.submit(job, urgent=True)
         engine.lane.wait(job)

@@ -120,7 +120,7 @@ class Unit:
     """
 
     def __init__(self, rank, padded=float("nan"), dtype=torch.bfloat16):
-        self.name, self.layout = "a", lay_out([("a.0", (3000,)), ("a.1", (70,))], ranks=2)
+        self.name, self.index, self.layout = "a", 0, lay_out([("a.0", (3000,)), ("a.1", (70,))], ranks=2)
         shard = Holders(2).shard_of(self.layout, rank)
         self.record = types.SimpleNamespace(shard=shard, holders=Holders(2))
         self.flat = torch.full((self.layout.numel,), padded, dtype=dtype)

@@ -57,7 +57,7 @@ def unit(name, nbytes, dtype=torch.bfloat16, first=0):
     part = flat[: len(flat) // 2]
     part.copy_(torch.arange(first, first + len(part)) % 64)
     record = types.SimpleNamespace(shard=None)
-    return types.SimpleNamespace(name=name, flat=flat, part_of_rank=part, record=record)
+    return types.SimpleNamespace(name=name, index=0, flat=flat, part_of_rank=part, record=record)
 
 
 def opened(bucket=64 * KIB, window=1 << 30, outgoing=1 << 30, device=DEVICE):

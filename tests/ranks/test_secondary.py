@@ -9,7 +9,7 @@ import json
 import pytest
 
 from infinity.ranks.machines import LOCAL_SIZE
-from launches import forked
+from launches import forked, python_of_ranks
 from places import SUPPORT
 
 EVERY = [
@@ -42,8 +42,7 @@ ONCE = ["llama", "nvme", "accumulated", "no_sync", "max_norm", "blocks", "one by
 
 def answers(folder, ranks, cases, **more):
     forked(ranks, SUPPORT / "secondary_run.py", folder, *cases, RANKS_DISK=folder, **more)
-    found = [folder / f"{rank}.json" for rank in range(ranks)]
-    return [json.loads(one.read_text(encoding="utf-8")) for one in found if one.exists()]
+    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
 
 
 def assert_same_bits(given, cases):
@@ -101,7 +100,7 @@ def test_every_path_of_a_training_has_the_bits_of_one_without_second_parts(tmp_p
 @pytest.mark.slow
 @pytest.mark.multi
 def test_a_rank_that_is_killed_in_a_backward_is_named_on_all_machines(tmp_path):
-    given = answers(tmp_path, 4, ["killed"], **{LOCAL_SIZE: "2"})
-    assert len(given) == 3
+    python_of_ranks(4, SUPPORT / "secondary_run.py", tmp_path, "killed", folder=tmp_path, **{LOCAL_SIZE: "2"})
+    given = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(3)]
     for one in given:
         assert "rank 3 did not answer" in one["killed"]["error"]
