@@ -39,8 +39,8 @@ def read_moments(
         kernels.dequantize4(numel, stored["mv"], stored["scale"], m, v)
     else:
         none = torch.zeros(numel, dtype=torch.uint8, device="cpu")
-        codes = (stored.get(name, none.data_ptr()) for name in ("m", "v"))
-        kernels.dequantize(numel, *codes, stored["scale"], m, v)
+        of_m, of_v = (stored.get(name, none.data_ptr()) for name in ("m", "v"))
+        kernels.dequantize(numel, of_m, of_v, stored["scale"], m, v)
 
 
 def write_moments(
@@ -66,5 +66,5 @@ def write_moments(
         kernels.quantize4(numel, m, v, stored["mv"], stored["scale"])
     else:
         none = torch.empty(numel, dtype=torch.uint8, device="cpu")
-        codes = (stored.get(name, none.data_ptr()) for name in ("m", "v"))
-        kernels.quantize(numel, m, v, *codes, stored["scale"])
+        of_m, of_v = (stored.get(name, none.data_ptr()) for name in ("m", "v"))
+        kernels.quantize(numel, m, v, of_m, of_v, stored["scale"])
