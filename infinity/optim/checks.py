@@ -53,6 +53,12 @@ def check_record(recipe: Recipe, schema: RecordSchema, update: str) -> None:
     """
     if (schema.dtype, schema.state_dtype) not in recipe.kernels:
         known = [state for dtype, state in recipe.kernels if dtype == schema.dtype]
+        if not known:
+            types = " and ".join(sorted({dtype for dtype, _ in recipe.kernels}))
+            raise UnsupportedError(
+                f"{recipe.name} updates weights in {types}, and these are in {schema.dtype}: use AdamW, or "
+                "another dtype"
+            )
         raise UnsupportedError(
             f"{recipe.name} keeps its state in {' or '.join(known)}, and the model was built with "
             f"state_dtype={schema.state_dtype!r}, which {_WHO[schema.state_dtype]} have: use "

@@ -71,7 +71,9 @@ def test_a_freeze_step_below_1_is_refused(freeze_step):
 def test_what_cannot_go_with_exchanged_momenta_is_refused_with_what_to_use_instead():
     with infinity.Init(host_memory="16MiB", dtype="fp16"):
         model = layers()
-    with pytest.raises(UnsupportedError):
+    with pytest.raises(
+        UnsupportedError, match=r"OneBitAdam updates weights in bf16 and fp32, .* in fp16: use AdamW"
+    ):
         infinity.OneBitAdam(model.parameters())
     with infinity.Init(host_memory="16MiB"):
         model = layers()
