@@ -1,6 +1,7 @@
 """Which ranks have memory in common. Faked: the other ranks' settings, and their machines."""
 
 import logging
+import os
 import types
 
 import pytest
@@ -43,6 +44,20 @@ def test_ranks_of_one_machine_share_its_memory_where_all_say_so():
 def test_what_cannot_be_shared_is_refused_with_the_cure(ranks, device, said):
     with pytest.raises(ConfigError, match=said):
         shares_memory(ON, ranks, device)
+
+
+def test_a_process_that_may_make_no_memory_is_refused_and_makes_none_where_none_is_shared(monkeypatch):
+    asked = []
+
+    def forbidden(*_):
+        asked.append(True)
+        raise PermissionError("vm.memfd_noexec")
+
+    monkeypatch.setattr(os, "memfd_create", forbidden, raising=False)
+    assert not shares_memory(Config(), Ranks((0, 2, 1)), HOST)
+    assert not asked
+    with pytest.raises(ConfigError, match=r"vm\.memfd_noexec=2 forbids them; leave it out"):
+        shares_memory(ON, Ranks((1, 2, 1)), HOST)
 
 
 def test_one_rank_is_told_once_and_trains(caplog):
