@@ -74,6 +74,7 @@ def test_one_rank_is_told_once_and_trains(caplog):
     [
         ({"shared_memory": 1}, "shared_memory=1: expected True or False"),
         ({"shared_memory": True, "quantized_weights": "int8"}, "send each other no weights"),
+        ({"shared_memory": True, "secondary_shard": 2}, "with secondary_shard=2"),
         ({"shared_memory": True, "expert_parallel": 2}, "with expert_parallel=2"),
     ],
 )
