@@ -24,7 +24,7 @@ def shares_memory(config: Config, ranks: Ranks, device: Device) -> bool:
         if mine:
             logger.warning("shared_memory=True: there is one rank, which shares with none; nothing is done")
         return False
-    rows = ranks.of_all([mine, len(ranks.near), has_nameless_memory()], "compare shared_memory")
+    rows = ranks.of_all([mine, len(ranks.near), mine and has_nameless_memory()], "compare shared_memory")
     if any(row[0] != rows[0][0] for row in rows):
         given = "; ".join(f"rank {rank}: shared_memory={bool(row[0])}" for rank, row in enumerate(rows))
         raise ConfigError(f"the ranks do not agree on their memory. Give all the same Config: {given}")
@@ -44,7 +44,7 @@ def shares_memory(config: Config, ranks: Ranks, device: Device) -> bool:
         )
     if not all(row[2] for row in rows):
         raise ConfigError(
-            "shared_memory=True needs files in memory without a name (memfd_create), which Linux has; leave "
-            "it out"
+            "shared_memory=True needs files in memory without a name (memfd_create), which Linux has, unless "
+            "a container's seccomp profile or the sysctl vm.memfd_noexec=2 forbids them; leave it out"
         )
     return True

@@ -51,8 +51,16 @@ PAGE = mmap.PAGESIZE
 
 
 def has_nameless_memory() -> bool:
-    """Whether this system makes files in memory, and passes descriptors (Linux)."""
-    return hasattr(os, "memfd_create") and hasattr(socket, "SO_PEERCRED")
+    """Whether this system makes files in memory, and passes descriptors: Linux, unless what limits this
+    process (seccomp, the sysctl vm.memfd_noexec=2) forbids it.
+    """
+    if not (hasattr(os, "memfd_create") and hasattr(socket, "SO_PEERCRED")):
+        return False
+    try:
+        os.close(os.memfd_create("infinity", os.MFD_CLOEXEC))
+    except OSError:
+        return False
+    return True
 
 
 class SharedMemory:

@@ -56,6 +56,7 @@ def share_buffers(modules: Iterable[tuple[str, nn.Module]], ranks: Ranks, timeou
         seen = memory.private(offset, nbytes, forks=True)
         with torch.inference_mode(mode=False), torch.no_grad():
             new = torch.frombuffer(seen, dtype=old.dtype, count=old.numel()).view(old.shape)
+        new.__dict__.update(old.__dict__)  # that it is an nn.Buffer, and marks of the program's
         for module, key in places:
             module._buffers[key] = new  # noqa: SLF001 - register_buffer would forget whether it is saved
         offset += round_up(nbytes, PAGE)
@@ -92,6 +93,8 @@ def _is_alone(places: _Places) -> bool:
     buffer = _buffer(places)
     plain = type(buffer) is torch.Tensor and buffer.layout is torch.strided and buffer.device.type == "cpu"
     if not plain or buffer.requires_grad or not buffer.is_contiguous():
+        return False
+    if buffer.is_conj() or buffer.is_neg() or buffer.is_quantized:  # bytes are not all that there is of it
         return False
     storage = buffer.untyped_storage()
     if storage.nbytes() != buffer.nbytes:

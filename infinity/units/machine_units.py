@@ -20,6 +20,7 @@ do, for the next fetch.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import weakref
 from collections import Counter
@@ -58,6 +59,12 @@ class _Releases:
         self._closed = False
         self._kept_nbytes = 0
         self.lock = threading.RLock()  # reentrant: a tensor may be collected at any moment
+        self._pid = os.getpid()
+
+    @property
+    def in_child(self) -> bool:
+        """Whether this is a forked child, which has not inherited the memory, and lets go of nothing."""
+        return os.getpid() != self._pid
 
     def note(self, unit: int, generation: int) -> None:
         """This rank uses no place of a unit any more, of fetches up to this one."""
@@ -176,7 +183,7 @@ class MachinePlace:
         """Let views that keep the memory keep its values, as a copy."""
         if not self._shows(flat):
             self._within.outlived(flat)
-        elif (buffer := self._buffer()) is not None:
+        elif not self._releases.in_child and (buffer := self._buffer()) is not None:
             make_private(buffer)
 
     def _shows(self, flat: torch.Tensor) -> bool:
@@ -184,6 +191,8 @@ class MachinePlace:
 
     def left(self, generation: int) -> None:
         """Count a user less of the place of a fetch."""
+        if self._releases.in_child:
+            return
         with self._releases.lock:
             self._users[generation] -= 1
             if self._users[generation]:

@@ -1,6 +1,7 @@
 """Which ranks have memory in common. Faked: the other ranks' settings, and their machines."""
 
 import logging
+import os
 import types
 
 import pytest
@@ -45,6 +46,20 @@ def test_what_cannot_be_shared_is_refused_with_the_cure(ranks, device, said):
         shares_memory(ON, ranks, device)
 
 
+def test_a_process_that_may_make_no_memory_is_refused_and_makes_none_where_none_is_shared(monkeypatch):
+    asked = []
+
+    def forbidden(*_):
+        asked.append(True)
+        raise PermissionError("vm.memfd_noexec")
+
+    monkeypatch.setattr(os, "memfd_create", forbidden, raising=False)
+    assert not shares_memory(Config(), Ranks((0, 2, 1)), HOST)
+    assert not asked
+    with pytest.raises(ConfigError, match=r"vm\.memfd_noexec=2 forbids them; leave it out"):
+        shares_memory(ON, Ranks((1, 2, 1)), HOST)
+
+
 def test_one_rank_is_told_once_and_trains(caplog):
     caplog.set_level(logging.WARNING, sharing.logger.name)
     with infinity.Init(Config(host_memory="16MiB", shared_memory=True)):
@@ -59,6 +74,7 @@ def test_one_rank_is_told_once_and_trains(caplog):
     [
         ({"shared_memory": 1}, "shared_memory=1: expected True or False"),
         ({"shared_memory": True, "quantized_weights": "int8"}, "send each other no weights"),
+        ({"shared_memory": True, "secondary_shard": 2}, "with secondary_shard=2"),
         ({"shared_memory": True, "expert_parallel": 2}, "with expert_parallel=2"),
     ],
 )

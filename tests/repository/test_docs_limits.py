@@ -367,8 +367,9 @@ TRIED = {
             lab.built[-1](input_ids=models.batch(0), attention_mask=torch.ones(2, 1, 16, 16)),
         ),
     ],
-    "`shared_memory` with `quantized_weights` or `expert_parallel`": [
+    "`shared_memory` with `quantized_weights`, `secondary_shard` or `expert_parallel`": [
         lambda lab: lab.model(shared_memory=True, quantized_weights="int8"),
+        lambda lab: lab.model(shared_memory=True, secondary_shard=2),
         lambda lab: lab.model(shared_memory=True, expert_parallel=2),
     ],
     '`expert_parallel` on an accelerator, with `experts="whole"`, or where it does not divide the ranks': [

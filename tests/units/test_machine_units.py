@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from children import ended
 from infinity.device.blocks import HostBlocks
 from infinity.planning.layout import Holders, lay_out
 from infinity.ranks.shared_memory import has_nameless_memory
@@ -207,3 +208,27 @@ def test_a_copy_for_an_update_is_the_ranks_own(ranks):
     for rank in (one, other):
         rank.fetch(rank.rank + 3)
     assert values(one) == values(other) == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("end", ["a unit that is used", "a view", "a share"])
+def test_a_forked_child_that_lets_go_of_what_it_has_not_inherited_lives(ranks, end):
+    one, other = ranks()
+    share, _ = one.fetch(1), other.fetch(1)
+    one.use()
+    kept = one.unit.parameters[0].detach() if end == "a view" else None
+    if end == "a share":
+        one.let_go()
+    else:
+        share = None
+
+    def work(say):
+        nonlocal share
+        if end != "a share":
+            one.let_go()
+        share = None
+        say(lives=True)
+
+    assert ended(work)["lives"]
+    if end != "a share":
+        one.let_go()
+    assert kept is None or kept.unique().tolist() == [1.0]
