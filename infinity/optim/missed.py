@@ -92,7 +92,7 @@ def _own(value: Any) -> Any:
     """Return a value that nobody else changes in place."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    return list(value) if isinstance(value, list) else value
+    return type(value)(map(_own, value)) if type(value) in (list, tuple) else value
 
 
 class Stack:
