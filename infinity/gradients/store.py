@@ -431,6 +431,8 @@ class GradientStore:
         """
         if not gradients:
             return
+        if unit.pending:  # steps that a slice missed, before a gradient was assigned to it
+            self._residency.flush(unit)
         leases = []
         for gradient in gradients:
             if gradient.scale != 1:

@@ -92,7 +92,7 @@ def _own(value: Any) -> Any:
     """Return a value that nobody else changes in place."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    return list(value) if isinstance(value, list) else value
+    return type(value)(map(_own, value)) if type(value) in (list, tuple) else value
 
 
 class Stack:
@@ -139,9 +139,11 @@ class Stack:
             return [one for one in level if id(one.parameter) not in found and one.parameter.requires_grad]
 
     def due(self) -> Iterator[Unit]:
-        """Yield the units of slices that have missed as many steps as they may."""
+        """Yield the units of slices that have missed as many steps as they may; also where they were told of
+        the last one since: which slices those are must not depend on who looked, as ranks flush together.
+        """
         for number, since in self._due.get(self._now, ()):
-            if self._since.get(number) == since:
+            if self._since.get(number, since) == since:
                 yield self._slices[number].unit
 
     def keep_options(

@@ -112,7 +112,9 @@ class Pins:
         if self._tier is None or self._steps or self._placement:
             return
         frozen = [unit for unit in self._units if not unit.trainable and not self._tier.is_routed(unit)]
-        weights = [Candidate(one.index, "hi", one.record.field_nbytes("hi"), 1.0, 0.0) for one in frozen]
+        weights = [
+            Candidate(one.index, "hi", one.record.field_nbytes("hi"), 1.0, 0.0, moves=False) for one in frozen
+        ]  # what the device has no room for stays where it is, until the first step is counted
         self._placement = place(weights, self._budget(0))
         self._lodge(moves=False)
 

@@ -378,6 +378,30 @@ def test_rows_of_an_embedding_that_are_not_looked_up_are_neither_read_nor_writte
     models.assert_same_state(ours, pairs[1][1], plain, pairs[0][1])
 
 
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_a_gradient_that_is_assigned_to_rows_that_missed_steps_is_applied_behind_these(folder, update):
+    torch.manual_seed(0)
+    plain = prepare(Lookup(1024, 128))
+    torch.manual_seed(0)
+    with Init(nvme=folder, host_memory="2MiB", tile_above="16KiB"):
+        ours = Lookup(1024, 128)
+    pairs = (
+        (plain, ReferenceAdamW(plain.parameters(), **SETTINGS)),
+        (ours, AdamW(ours.parameters(), **SETTINGS, update=update)),
+    )
+    last = list(ours.embed.parameters())[-1]
+    for number in range(4):
+        for model, optimizer in pairs:
+            if number == 3 and model is ours:
+                last.grad = torch.ones_like(last)
+            model(torch.tensor([3, 7] if number else [3, 1000])).backward()
+            if number == 3 and model is plain:
+                plain.embed.weight.grad[-len(last) :] = 1
+            optimizer.step()
+            optimizer.zero_grad()
+    models.assert_same_state(ours, pairs[1][1], plain, pairs[0][1])
+
+
 class Deep(nn.Module):
     """Layers that fit the window of units that wait, which is 64 KiB, with an eighth left to blocks."""
 

@@ -83,6 +83,17 @@ def test_options_are_those_of_each_step_whatever_becomes_of_them():
     assert unused.pending[0] == Update.of_zeros([(first, 0), (second, 0)], ADAMW)
 
 
+def test_options_in_tensors_are_those_of_each_step_for_a_slice_of_another_count_too():
+    used, unused = FakeUnit(0), FakeUnit(1)
+    stack = Stack(sliced(used, unused), {unused.parameters[0]: {"step": 5}})
+    options = {**OPTIONS, "betas": (torch.tensor(0.5), torch.tensor(0.75))}
+    noted(stack, used, options=options)
+    for one in options["betas"]:
+        one.mul_(0.5)
+    expected = Update.of_zeros([(ADAMW.scalars({**OPTIONS, "betas": (0.5, 0.75)}, 6, 1.0), 0)], ADAMW)
+    assert unused.pending[0] == expected
+
+
 def test_random_bits_are_those_of_each_slice_and_step():
     used, unused = FakeUnit(0, "int8"), FakeUnit(1, "int8")
     stack = Stack(sliced(used, unused), {})
@@ -138,7 +149,10 @@ def test_a_slice_is_due_when_it_has_missed_as_many_steps_as_it_may(monkeypatch, 
     noted(stack, used)  # nobody has told it
     assert list(stack.due()) == [unused]
     assert unused.pending
-    assert list(stack.due()) == []
+    assert list(stack.due()) == [unused], "whoever looked, ranks flush the same"
+    unused.told.clear()
+    noted(stack, used)
+    assert list(stack.due()) == ([] if may_wait else [unused])
 
 
 def test_what_fails_while_a_slice_is_told_is_told_the_next_time(monkeypatch):

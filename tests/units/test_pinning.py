@@ -369,6 +369,9 @@ class Tier:
     def opening(self):
         return 0
 
+    def is_routed(self, unit):
+        return False
+
     def gradients_nbytes(self, unit):
         return None  # no whole record
 
@@ -392,6 +395,21 @@ def test_room_that_is_made_in_host_memory_takes_nothing_off_the_device(made):
     assert model.targets() == set()
     model.pins.close_step()
     assert tier.lodgers == lodgers
+
+
+def test_frozen_weights_that_the_device_has_no_room_for_before_the_first_step_come_to_host_memory(made):
+    tier = Tier(2 * HI)
+    model = made(4, 1 << 20, tier=tier)
+    for unit in model.units:
+        unit.parameters[0].requires_grad_(False)
+    model.pins.forward_began(None)
+    lodgers = tier.lodgers
+    assert len(lodgers) == 2
+    for unit in range(4):
+        model.frequencies.used(unit)
+    model.close_step()
+    assert tier.lodgers == lodgers
+    assert {unit for unit, _ in model.targets()} == {0, 1, 2, 3} - set(lodgers)
 
 
 # How often
