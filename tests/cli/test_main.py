@@ -104,7 +104,6 @@ def test_wrong_arguments_are_refused_by_name(capsys, arguments, named):
         (["--no-nvme", "--nvme", "/"], "--nvme"),
         (["--dtype", "fp16", "--update", "backward"], "--update backward"),
         (["--dtype", "fp16", "--plain"], "--plain"),
-        (["--dtype", "fp32", "--state-dtype", "bf16"], "--state-dtype"),
         (["--plain", "--timeline", "t.json"], "--timeline"),
         (["--plain", "--report", "r.html"], "--report"),
     ],
