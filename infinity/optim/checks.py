@@ -53,6 +53,12 @@ def check_record(recipe: Recipe, schema: RecordSchema, update: str) -> None:
     """
     if (schema.dtype, schema.state_dtype) not in recipe.kernels:
         known = [state for dtype, state in recipe.kernels if dtype == schema.dtype]
+        if not known:
+            others = " or ".join(dict.fromkeys(repr(dtype) for dtype, _ in recipe.kernels))
+            raise UnsupportedError(
+                f"{recipe.name} does not update weights of dtype={schema.dtype!r}: use Config(dtype={others}), "
+                "or another optimizer, as AdamW"
+            )
         raise UnsupportedError(
             f"{recipe.name} keeps its state in {' or '.join(known)}, and the model was built with "
             f"state_dtype={schema.state_dtype!r}, which {_WHO[schema.state_dtype]} have: use "
