@@ -56,8 +56,8 @@ def check_record(recipe: Recipe, schema: RecordSchema, update: str) -> None:
         if not known:
             others = " or ".join(dict.fromkeys(repr(dtype) for dtype, _ in recipe.kernels))
             raise UnsupportedError(
-                f"{recipe.name} does not update weights of dtype={schema.dtype!r}: use Config(dtype={others}), "
-                "or another optimizer, as AdamW"
+                f"{recipe.name} does not update weights of dtype={schema.dtype!r}: use "
+                f"Config(dtype={others}), or another optimizer, as AdamW"
             )
         raise UnsupportedError(
             f"{recipe.name} keeps its state in {' or '.join(known)}, and the model was built with "

@@ -164,7 +164,7 @@ class ShowingState(Owning):
     _missed: MissedSteps
 
     def state_assigned(self, parameter: nn.Parameter) -> None:
-        """Called when a parameter's state is about to be set: an optimizer that keeps more may begin it anew."""
+        """Called when a parameter's state is about to be set: what is kept beside it begins anew."""
 
     @property
     def counts(self) -> dict[Any, dict[str, int]]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import coded_run
 import infinity
+import infinity.deepspeed
 from coded_run import MODELS, build, loss_of, mean, summed, train
 from infinity.cli.presets import PRESETS, llama
 from infinity.engine.engine import engine_of_model
@@ -231,6 +232,28 @@ def resumed_and_loaded():
     return {"different": [] if shown[0] == shown[1] else shown}
 
 
+def accumulated_by_json(stage):
+    """Train by DeepSpeed's JSON with two backwards in a step, past the freeze."""
+    content = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 1}},
+    }
+    with infinity.deepspeed.zero.Init(config_dict_or_path=content):
+        model = coded_run.Layers()
+    try:
+        engine, *_ = infinity.deepspeed.initialize(model=model, config=content)
+        for number in range(6):
+            engine.backward(loss_of(engine.module, number))
+            engine.step()
+    except infinity.ConfigError as error:
+        return {"error": str(error)}
+    return {"error": "none", "steps": engine.global_steps}
+
+
 def clipped():
     """Clip gradients by hand, after the freeze."""
     model = build("layers")
@@ -283,6 +306,7 @@ CASES = {
     "loaded": loaded,
     "twice": twice,
     "clipped": clipped,
+    "json": lambda: [accumulated_by_json(stage) for stage in (1, 2)],
     "dropped": dropped,
     "thawed": thawed,
     "resumed and loaded": resumed_and_loaded,
