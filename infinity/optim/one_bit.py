@@ -109,7 +109,7 @@ class OneBitAdam(OffloadedOptimizer):
         self.state_assigned(parameter)
         _clear(engine, engine.parameters.unit_of(parameter)[0], all_worker_fields(_workers(engine)))
 
-    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
+    def begin(self, parameters: Iterable[object]) -> None:
         """See OffloadedOptimizer. Momenta of workers that were committed go on."""
         super().begin(parameters)
         for parameter in (one for group in self.param_groups for one in group["params"]):

@@ -213,14 +213,14 @@ def resumed_and_loaded():
     """
     folder, shown = Path(os.environ["RANKS_DISK"]), []
     saved = build("layers")
-    optimizer = infinity.OneBitAdam(saved.parameters(), freeze_step=1, **GROUP)
+    optimizer = infinity.OneBitAdam(saved.parameters(), freeze_step=2, **GROUP)
     train(saved, optimizer, steps=3, first=20)
     infinity.save(saved, optimizer, folder / "of another run")
     for name, runs in (("resumed", 2), ("begun", 1)):
         (folder / name).mkdir(exist_ok=True)
         for run in range(runs):
             model = build("layers", nvme=str(folder / name), host_memory="64MiB", durable=True)
-            optimizer = infinity.OneBitAdam(model.parameters(), freeze_step=1, **GROUP)
+            optimizer = infinity.OneBitAdam(model.parameters(), freeze_step=2, **GROUP)
             infinity.resume(model, optimizer)
             if run < runs - 1:
                 train(model, optimizer, steps=3)
