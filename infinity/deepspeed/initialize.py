@@ -222,12 +222,22 @@ def _optimizer(
 
 
 def _one_bit(parameters: list[Any], settings: Settings) -> OneBitAdam:
-    """Return the optimizer of that name. Raises: ConfigError where the file has gradients clipped."""
+    """Return the optimizer of that name.
+
+    Raises: ConfigError where the file has gradients clipped, or ranks sum them several times in a step.
+    """
     if settings.gradient_clipping:
         raise ConfigError(
             f"OneBitAdam with gradient_clipping={settings.gradient_clipping} (1.0 by default): after "
             'freeze_step ranks exchange momenta, and no gradients whose norm could be clipped: "gradient_'
             'clipping": 0; or AdamW'
+        )
+    batches = settings.batches
+    if batches.steps > 1 and batches.ranks > 1 and settings.config.stage != 1:
+        raise ConfigError(
+            f"OneBitAdam with gradient_accumulation_steps={batches.steps}: after freeze_step ranks exchange "
+            'momenta once in a step, of the sum of its backwards: "zero_optimization": {"stage": 1} keeps '
+            "that until the step; or gradient_accumulation_steps of 1"
         )
     options = settings.optimizer.options if settings.optimizer is not None else {}
     return OneBitAdam(parameters, **options)

@@ -471,6 +471,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             parameter = by_number[number]
             engine = self.mine[id(parameter)].engine
             self.make_room(engine, parameter)
+            self.state_assigned(parameter)
             if fields := recipes[number].state:
                 engine.parameters.write(parameter, {field: state[key] for field, key in fields.items()})
 

@@ -54,10 +54,10 @@ def check_record(recipe: Recipe, schema: RecordSchema, update: str) -> None:
     if (schema.dtype, schema.state_dtype) not in recipe.kernels:
         known = [state for dtype, state in recipe.kernels if dtype == schema.dtype]
         if not known:
-            types = " and ".join(sorted({dtype for dtype, _ in recipe.kernels}))
+            others = " or ".join(dict.fromkeys(repr(dtype) for dtype, _ in recipe.kernels))
             raise UnsupportedError(
-                f"{recipe.name} updates weights in {types}, and these are in {schema.dtype}: use AdamW, or "
-                "another dtype"
+                f"{recipe.name} does not update weights of dtype={schema.dtype!r}: use "
+                f"Config(dtype={others}), or another optimizer, as AdamW"
             )
         raise UnsupportedError(
             f"{recipe.name} keeps its state in {' or '.join(known)}, and the model was built with "

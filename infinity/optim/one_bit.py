@@ -61,6 +61,8 @@ class OneBitAdam(OffloadedOptimizer):
         self._several = False
         self._versions: dict[Unit, int] = {}
         """Units whose momenta are exchanged, and their versions after the last step."""
+        self._sent: dict[Unit, set[int]] = {}
+        """Of these, the parameters whose momenta were exchanged since then."""
         defaults = {"lr": lr, "freeze_step": freeze_step, "betas": betas, "eps": eps}
         defaults["weight_decay"] = weight_decay
         super().__init__(params, defaults, recipe_of(self._scalars_of))
@@ -80,7 +82,9 @@ class OneBitAdam(OffloadedOptimizer):
                 f"{freeze_step}, where ranks exchange momenta and no gradients: leave clip_grad_norm_ out "
                 f"from then on, or {_INSTEAD}"
             )
-        return FrozenScalars(dict(group, params=()), step, self._several)
+        lr, _, _, eps, weight_decay = options  # a schedule may change a tensor before they are used
+        own = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
+        return FrozenScalars({**own, "freeze_step": freeze_step}, step, self._several)
 
     # Room
 
@@ -102,8 +106,20 @@ class OneBitAdam(OffloadedOptimizer):
 
     def _forget(self, engine: Engine, parameter: nn.Parameter) -> None:
         super()._forget(engine, parameter)
-        self._versions.pop(engine.parameters.unit_of(parameter)[0], None)
+        self.state_assigned(parameter)
         _clear(engine, engine.parameters.unit_of(parameter)[0], all_worker_fields(_workers(engine)))
+
+    def begin(self, parameters: Iterable[object]) -> None:
+        """See OffloadedOptimizer. Momenta of workers that were committed go on."""
+        super().begin(parameters)
+        for parameter in (one for group in self.param_groups for one in group["params"]):
+            unit = self.mine[id(parameter)].engine.parameters.unit_of(parameter)[0]
+            if unit.record.written("w0", 0):
+                self._versions[unit] = unit.version
+
+    def state_assigned(self, parameter: nn.Parameter) -> None:
+        """See ShowingState. Momenta of workers begin again with the next exchange."""
+        self._versions.pop(self.mine[id(parameter)].engine.parameters.unit_of(parameter)[0], None)
 
     # gradients.one_bit.Momenta
 
@@ -139,11 +155,12 @@ class OneBitAdam(OffloadedOptimizer):
             )
         engine = self._engine(unit)
         engine.parameters.before_change()  # momenta and errors are those of this step from now on
-        if self._versions.get(unit) == unit.version:
-            return
-        restored = unit not in self._versions and unit.record.written("w0", 0)
-        if not restored:
-            _begin(engine, unit)
+        indices = {one.index for one in gradients}
+        sent = self._sent.setdefault(unit, set())
+        if self._versions.get(unit) != unit.version or indices & sent:
+            _begin(engine, unit)  # or no step has used what was exchanged, which may not even be finite
+            sent.clear()
+        sent |= indices
         self._versions[unit] = unit.version
 
     def _freeze_step(self, unit: Unit) -> int:
@@ -152,15 +169,18 @@ class OneBitAdam(OffloadedOptimizer):
     def _decide(
         self, group: dict[str, Any], parameter: nn.Parameter, gradient: Gradient, factor: np.float32
     ) -> None:
-        unit = gradient.unit
-        if gradient.form is Form.ZERO and self._past_freeze(parameter):
+        unit, frozen = gradient.unit, self._past_freeze(parameter)
+        if gradient.form is Form.ZERO and frozen:
             raise UnsupportedError(
                 f"{unit.name}: a gradient of zeros that no backward brought, after freeze_step="
                 f"{group['freeze_step']}: call optimizer.zero_grad(), which sets gradients to None"
             )
         super()._decide(group, parameter, gradient, factor)
-        if unit in self._versions:
+        if not frozen:
+            self.state_assigned(parameter)  # the common momentum has gone on without them
+        elif unit in self._versions:
             self._versions[unit] = unit.version
+            self._sent.get(unit, set[int]()).discard(gradient.index)
 
 
 def _workers(engine: Engine) -> int:

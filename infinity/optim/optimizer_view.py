@@ -68,6 +68,7 @@ class ParameterState(MutableMapping[str, Any]):
         """Set the step count, or write a tensor."""
         field = self._field(name)
         check_current(self._optimizer, "state")
+        self._optimizer.state_assigned(self._parameter)
         if field is None:
             self._optimizer.counts[self._parameter]["step"] = int(value)
             return
@@ -161,6 +162,9 @@ class ShowingState(Owning):
     recipe: Recipe
 
     _missed: MissedSteps
+
+    def state_assigned(self, parameter: nn.Parameter) -> None:
+        """Called when a parameter's state is about to be set: what is kept beside it begins anew."""
 
     @property
     def counts(self) -> dict[Any, dict[str, int]]:

@@ -8,6 +8,9 @@ common m, and an error e, which begins as zeros. In a step
 where the scale of each 256 elements of a parameter, counted from its first, is the mean of |u|, and the sign
 of zero is plus. The momentum m of the step is the mean of what all workers have sent; weights move by
     p = p (1 - lr weight_decay) - lr / (1 - beta1^step) m / (sqrt(v) / sqrt(1 - beta2^freeze_step) + eps)
+where v is not zero. Where it is, no gradient has come until it was frozen, as of a token that was not seen:
+the scale of the block, which has a sign there, too, would be divided by eps alone. Such weights decay, and
+move no more.
 The paper codes the mean once more, on its way back to the workers. Here each rank applies its share of the
 mean itself, and the weights are assembled from these: nothing goes back, and has an error there.
 """
@@ -66,8 +69,11 @@ def mean_of(sent: Sequence[Tensor]) -> Tensor:
 
 
 def frozen_step(p: Tensor, m: Tensor, v: Tensor, step: int, group: dict[str, Any]) -> None:
-    """Move fp32 weights by the momentum `m` of this step, with the variance `v` of step freeze_step."""
+    """Move fp32 weights by the momentum `m` of this step, with the variance `v` of step freeze_step; those
+    without one stay.
+    """
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     p.mul_(f32(1 - lr * group["weight_decay"]))
     denominator = root(v) / f32((1 - beta2 ** group["freeze_step"]) ** 0.5) + f32(group["eps"])
-    p.add_((f32(-(lr / (1 - beta1**step))) * m) / denominator)
+    moved = (f32(-(lr / (1 - beta1**step))) * m) / denominator
+    p.add_(torch.where(v == 0, torch.zeros_like(moved), moved))

@@ -60,6 +60,37 @@ def test_one_rank_freezes_the_variance_and_exchanges_nothing(dtype):
     assert infinity.stats(model).exchanged_nbytes == {}
 
 
+def test_weights_without_a_gradient_up_to_the_freeze_stay_where_they_are():
+    with infinity.Init(host_memory="16MiB"):
+        model = torch.nn.Embedding(6, 40)
+    optimizer = infinity.OneBitAdam(model.parameters(), freeze_step=2, lr=1e-3, weight_decay=0.0)
+    before = model.state_dict()["weight"]
+    for step in range(5):
+        model(torch.tensor([0, 1] if step < 2 else [0, 5])).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = (model.state_dict()["weight"].float() - before.float()).abs()
+    assert moved[2:].eq(0).all(), "a token that comes after the freeze has no variance"
+    assert 0 < moved[:2].max() < 0.1
+
+
+def test_a_schedule_that_changes_a_tensor_does_not_change_steps_before():
+    states = []
+    for of in (float, torch.tensor):
+        with infinity.Init(host_memory="16MiB"):
+            model = layers()
+        optimizer = infinity.OneBitAdam(model.parameters(), freeze_step=1, lr=of(1e-2))
+        for step in range(4):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            group = optimizer.param_groups[0]
+            group["lr"] = group["lr"].mul_(0.5) if of is torch.tensor else 0.5 * group["lr"]
+        states.append(model.state_dict())
+    for key, value in states[0].items():
+        assert torch.equal(value, states[1][key]), key
+
+
 @pytest.mark.parametrize("freeze_step", [0, -1, 1.5, True])
 def test_a_freeze_step_below_1_is_refused(freeze_step):
     with infinity.Init(host_memory="16MiB"):
@@ -72,7 +103,8 @@ def test_what_cannot_go_with_exchanged_momenta_is_refused_with_what_to_use_inste
     with infinity.Init(host_memory="16MiB", dtype="fp16"):
         model = layers()
     with pytest.raises(
-        UnsupportedError, match=r"OneBitAdam updates weights in bf16 and fp32, .* in fp16: use AdamW"
+        UnsupportedError,
+        match=r"OneBitAdam does not update weights of dtype=.fp16.: .* another optimizer, as AdamW",
     ):
         infinity.OneBitAdam(model.parameters())
     with infinity.Init(host_memory="16MiB"):

@@ -28,8 +28,9 @@ def assert_as_reference(given, cases):
 
 @pytest.mark.multi
 def test_after_the_freeze_ranks_send_a_14th_of_the_bytes_with_the_bits_of_one_process(tmp_path):
-    given = answers(tmp_path, 2, ["one by one"])
-    assert_as_reference(given, ["one by one"])
+    cases = ["one by one", "dropped"]
+    given = answers(tmp_path, 2, cases)
+    assert_as_reference(given, cases)
     for one in given:
         warm, frozen = one["one by one"]["reduced"][1:3]
         assert frozen <= warm / 14
@@ -40,8 +41,9 @@ def test_after_the_freeze_ranks_send_a_14th_of_the_bytes_with_the_bits_of_one_pr
 @pytest.mark.disk
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_path_of_a_training_has_the_bits_of_one_process(tmp_path, ranks):
-    given = answers(tmp_path, ranks, [*EVERY, "durable", "loaded", "twice", "clipped"])
-    assert_as_reference(given, [*EVERY, "durable"])
+    same = [*EVERY, "stage 1", "stage 2", "durable", "dropped", "thawed", "resumed and loaded"]
+    given = answers(tmp_path, ranks, [*same, "loaded", "twice", "clipped", "json"])
+    assert_as_reference(given, same)
     for one in given:
         for case in ("layers", "llama", "nvme", "frozen", "blocks"):
             assert one[case]["reduced"][-1] <= one[case]["reduced"][1] / 14, case
@@ -50,6 +52,8 @@ def test_every_path_of_a_training_has_the_bits_of_one_process(tmp_path, ranks):
         assert 0 < one["loaded"]["apart"] < 0.1, "errors began anew"
         assert "a second backward before step(), after freeze_step=1" in one["twice"]["error"]
         assert "gradients were scaled by" in one["clipped"]["error"]
+        assert one["json"][0] == {"error": "none", "steps": 3}
+        assert "OneBitAdam with gradient_accumulation_steps=2" in one["json"][1]["error"]
 
 
 @pytest.mark.slow

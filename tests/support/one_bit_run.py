@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import coded_run
 import infinity
+import infinity.deepspeed
 from coded_run import MODELS, build, loss_of, mean, summed, train
 from infinity.cli.presets import PRESETS, llama
 from infinity.engine.engine import engine_of_model
@@ -171,6 +172,88 @@ def twice():
     return {"error": "none"}
 
 
+def dropped():
+    """Drop gradients that are not finite, without a step, after the freeze; and assign the common momentum,
+    with which momenta begin anew, too. Return the losses that follow both, and whether weights are finite.
+    """
+    shown, finite = [], True
+    for drops in (True, False):
+        model = build("llama")
+        optimizer = infinity.OneBitAdam(model.parameters(), freeze_step=2, **GROUP)
+        train(model, optimizer, steps=4)
+        if drops:
+            (loss_of(model, dist.get_rank()) * float("inf")).backward()
+            optimizer.zero_grad()
+        for one in () if drops else model.parameters():
+            optimizer.state[one]["exp_avg"] = optimizer.state[one]["exp_avg"]
+        shown.append(train(model, optimizer, steps=2, first=4))
+        finite &= all(one.isfinite().all().item() for one in model.state_dict().values())
+    return {"different": [] if shown[0] == shown[1] and finite else shown}
+
+
+def thawed():
+    """Let the variance be free again for a step, after the freeze: momenta begin with the common one then."""
+    shown = []
+    for writes in (False, True):
+        model = build("layers")
+        optimizer = infinity.OneBitAdam(model.parameters(), freeze_step=2, **GROUP)
+        train(model, optimizer, steps=4)
+        optimizer.param_groups[0]["freeze_step"] = 5
+        train(model, optimizer, steps=1, first=4)
+        if writes:  # the same values: momenta begin anew in any case
+            with infinity.gathered(model, write=True):
+                pass
+        shown.append(train(model, optimizer, steps=2, first=5))
+    return {"different": [] if shown[0] == shown[1] else shown}
+
+
+def resumed_and_loaded():
+    """Resume a run past the freeze, then load a checkpoint: momenta begin with the loaded one, as they do in
+    a model that has resumed nothing.
+    """
+    folder, shown = Path(os.environ["RANKS_DISK"]), []
+    saved = build("layers")
+    optimizer = infinity.OneBitAdam(saved.parameters(), freeze_step=2, **GROUP)
+    train(saved, optimizer, steps=3, first=20)
+    infinity.save(saved, optimizer, folder / "of another run")
+    for name, runs in (("resumed", 2), ("begun", 1)):
+        (folder / name).mkdir(exist_ok=True)
+        for run in range(runs):
+            model = build("layers", nvme=str(folder / name), host_memory="64MiB", durable=True)
+            optimizer = infinity.OneBitAdam(model.parameters(), freeze_step=2, **GROUP)
+            infinity.resume(model, optimizer)
+            if run < runs - 1:
+                train(model, optimizer, steps=3)
+                infinity.commit(model)
+                engine_of_model(model).close()
+        infinity.load(model, optimizer, folder / "of another run")
+        shown.append(train(model, optimizer, steps=2, first=5))
+        engine_of_model(model).close()
+    return {"different": [] if shown[0] == shown[1] else shown}
+
+
+def accumulated_by_json(stage):
+    """Train by DeepSpeed's JSON with two backwards in a step, past the freeze."""
+    content = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 1}},
+    }
+    with infinity.deepspeed.zero.Init(config_dict_or_path=content):
+        model = coded_run.Layers()
+    try:
+        engine, *_ = infinity.deepspeed.initialize(model=model, config=content)
+        for number in range(6):
+            engine.backward(loss_of(engine.module, number))
+            engine.step()
+    except infinity.ConfigError as error:
+        return {"error": str(error)}
+    return {"error": "none", "steps": engine.global_steps}
+
+
 def clipped():
     """Clip gradients by hand, after the freeze."""
     model = build("layers")
@@ -223,6 +306,12 @@ CASES = {
     "loaded": loaded,
     "twice": twice,
     "clipped": clipped,
+    "json": lambda: [accumulated_by_json(stage) for stage in (1, 2)],
+    "dropped": dropped,
+    "thawed": thawed,
+    "resumed and loaded": resumed_and_loaded,
+    "stage 1": lambda: compare("layers", stage=1, micro=2, once=True),
+    "stage 2": lambda: compare("layers", stage=2),
     "long": long,
 }
 
