@@ -66,7 +66,7 @@ def check_split(model: nn.Module, args: Any, state: Any, loader: Any) -> None:
 
 
 def check_losses(args: Any, trainer: Any) -> None:
-    """See that the model makes the loss: the Trainer would give others a rank's labels, which are not shifted.
+    """See that the model makes the loss: others would get a rank's labels, unshifted.
 
     Raises: UnsupportedError naming what makes another one.
     """
@@ -76,7 +76,7 @@ def check_losses(args: Any, trainer: Any) -> None:
     ):
         if wanted:
             raise UnsupportedError(
-                f"{name}, where ranks share a sequence: the Trainer makes that loss of a rank's tokens alone, "
+                f"{name}, where ranks share a sequence: the Trainer makes it of a rank's tokens alone, "
                 "without the label that the last of them has on the next rank. Leave it out; or override "
                 "compute_loss, with the batch's shift_labels, and infinity's sequences.mean(sum, count)"
             )
