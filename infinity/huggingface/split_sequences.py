@@ -26,13 +26,14 @@ from infinity.sequences.parallel import SequenceParallel, is_divided, sequences_
 def split_sequences(model: nn.Module, args: Any) -> None:
     """Let the Trainer that is being made train `model` on sequences in parts, where ranks share them.
 
-    Raises: UnsupportedError for Accelerate's own settings of it.
+    Raises: UnsupportedError for Accelerate's own settings of it, and for losses of a rank's logits alone.
     """
     trainer: Any = made_trainer()
     # `accelerate launch` may give one by the environment, to the Accelerator alone
     for asked in (args, getattr(trainer, "accelerator", None)):
         _refuse(getattr(asked, "parallelism_config", None))
     if trainer is not None and _shares(model):
+        check_losses(args, trainer)
         _SplitTraining(trainer)
 
 
@@ -61,6 +62,23 @@ def check_split(model: nn.Module, args: Any, state: Any, loader: Any) -> None:
                 "cannot skip batches of a SequenceParallelLoader. Leave it out of get_train_dataloader (the "
                 "callback splits batches), or resume at an epoch's end (save_strategy='epoch'), or with "
                 "ignore_data_skip=True"
+            )
+
+
+def check_losses(args: Any, trainer: Any) -> None:
+    """See that the model makes the loss: others would get a rank's labels, unshifted.
+
+    Raises: UnsupportedError naming what makes another one.
+    """
+    for name, wanted in (
+        ("label_smoothing_factor", args.label_smoothing_factor),
+        ("compute_loss_func", getattr(trainer, "compute_loss_func", None)),
+    ):
+        if wanted:
+            raise UnsupportedError(
+                f"{name}, where ranks share a sequence: the Trainer makes it of a rank's tokens alone, "
+                "without the label that the last of them has on the next rank. Leave it out; or override "
+                "compute_loss, with the batch's shift_labels, and infinity's sequences.mean(sum, count)"
             )
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 import models
 from infinity import UnsupportedError
-from infinity.huggingface.split_sequences import share, split_sequences
+from infinity.huggingface.split_sequences import check_losses, share, split_sequences
 
 ROWS = torch.arange(12).unsqueeze(1)
 
@@ -43,3 +43,12 @@ def test_the_ranks_of_a_sequence_are_given_the_batches_of_one(sequences, rank):
 def test_a_loader_that_shares_its_batches_otherwise_is_refused_with_one_that_works():
     with pytest.raises(UnsupportedError, match=r"SequenceParallelLoader\(loader, self.model, batches="):
         share(DataLoader(ROWS), SimpleNamespace(data_ranks=1, data_rank=0))
+
+
+@pytest.mark.parametrize("name", ["label_smoothing_factor", "compute_loss_func"])
+def test_a_loss_that_the_trainer_makes_of_a_ranks_logits_is_refused_by_name(name):
+    asked = {"label_smoothing_factor": 0.0, "compute_loss_func": None}
+    check_losses(SimpleNamespace(**asked), SimpleNamespace(**asked))
+    one = SimpleNamespace(**{**asked, name: 0.1})
+    with pytest.raises(UnsupportedError, match=rf"{name}, where ranks share .*shift_labels"):
+        check_losses(one, one)
