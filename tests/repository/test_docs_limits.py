@@ -337,8 +337,8 @@ TRIED = {
         lambda lab: lab.model(mesh=mesh("dp"), data="dp", process_group=mesh("dp")),
     ],
     "making DTensors of a model after `Init`": [parallelized_later],
-    "a DeviceMesh of several dimensions as `process_group`": [
-        lambda lab: lab.model(process_group=mesh("dp", "tp"))
+    "a DeviceMesh of three dimensions or more as `process_group`": [
+        lambda lab: lab.model(process_group=mesh("dp", "tp", "pp"))
     ],
     "`sequence_parallel` of encoder-decoders, of layers that mix tokens outside of attention, with eager or "
     "flash attention": [
