@@ -39,6 +39,12 @@ class StagesTogether:
         self._stages, self._stacks = stages, inventory.stacks
         self._own = {*inventory.stacks.specs(inventory.masters()), *inventory.plains()}
         self._all: set[str] = set()
+        self._groups = len(inventory.groups_in_files) if inventory.optimizer is not None else 0
+        self._ranks = inventory.ranks
+        self.speaker = 0
+        """The rank of all whose scheduler and tensors of param groups are saved: the first with an
+        optimizer, which a stage that trains nothing has not.
+        """
         if not self._several:
             return
         rows = [json.loads(row) for row in stages.ranks.each(json.dumps(sorted(self._own)).encode(), _WHAT)]
@@ -54,6 +60,20 @@ class StagesTogether:
                 'nn.ModuleDict({"7": layer}) for its eighth layer'
             )
         inventory.join_stages()
+        self._ranks = inventory.ranks
+        having = self._ranks.of_all([int(inventory.optimizer is not None)], _WHAT)
+        self.speaker = next((rank for rank, row in enumerate(having) if row[0]), 0)
+
+    def shared_of_all(self, own: dict[str, Any]) -> dict[str, Any]:
+        """Return what is one for the whole model: the optimizer of all stages, and the speaker's scheduler.
+
+        Raises: CheckpointError as `optimizer_of_all`.
+        """
+        if not self._several:
+            return own
+        rows = self._ranks.each(json.dumps(own["scheduler"]).encode(), _WHAT)
+        scheduler = json.loads(rows[self.speaker])
+        return {**own, "optimizer": self.optimizer_of_all(own["optimizer"]), "scheduler": scheduler}
 
     def optimizer_of_all(self, own: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return what the optimizers of all stages say, each in the form of optimizer_out.
@@ -84,7 +104,8 @@ class StagesTogether:
             {**group, "parameters": [name for each in said for name in each["groups"][number]["parameters"]]}
             for number, group in enumerate(first["groups"])
         ]
-        return {**first, "groups": groups, "steps": {n: s for each in said for n, s in each["steps"].items()}}
+        steps = {name: step for each in said for name, step in each["steps"].items()}
+        return {**first, "groups": groups, "steps": steps, "stages": len(rows)}
 
     def stacks_of_all(self) -> Stacks:
         """Return the stacks of all stages."""
@@ -109,5 +130,7 @@ class StagesTogether:
                 for group in saved["groups"]
             ]
             steps = {name: step for name, step in saved["steps"].items() if is_mine(name)}
-            saved = {**saved, "groups": [one for one in groups if one["parameters"]], "steps": steps}
+            if len(groups) != self._groups:  # else this stage's optimizer has those without parameters, too
+                groups = [one for one in groups if one["parameters"]]
+            saved = {**saved, "groups": groups, "steps": steps}
         return replace(manifest, tensors=tensors, optimizer=saved)

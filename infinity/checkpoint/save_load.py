@@ -103,7 +103,9 @@ def save(
     kept: dict[str, torch.Tensor] = {}
     of_rank = f"extra.{ranks.rank}." if ranks.rank else "extra."
 
-    def keep(value: Any, what: str, prefix: str = "extra.") -> str | None:
+    of_speaker = f"extra.{stages.speaker}." if stages.speaker else "extra."
+
+    def keep(value: Any, what: str, prefix: str = of_speaker) -> str | None:
         if not isinstance(value, torch.Tensor):
             return None
         _check_own(value, what)
@@ -113,14 +115,15 @@ def save(
 
     with ranks.together(f"saving to {folder}"):
         shared = {
-            "optimizer": stages.optimizer_of_all(optimizer_out(inventory, keep)),
+            "optimizer": optimizer_out(inventory, keep),
             "scheduler": encode(
                 scheduler.state_dict() if scheduler else None, "scheduler.state_dict()", keep
             ),
         }
-        if ranks.rank:
-            kept.clear()  # rank 0 writes these; every rank writes its own extra
+        if ranks.rank != stages.speaker:
+            kept.clear()  # the speaker writes these; every rank writes its own extra
         own = encode(extra, "extra", functools.partial(keep, prefix=of_rank))
+    shared = stages.shared_of_all(shared)  # not in the `with`: a rank that failed there would not come
     older = Older(CHECKPOINT, checkpoint_files, overwrite, rescues=True)
     with shared_folder(ranks, Path(folder), older) as filling:
         with contextlib.ExitStack() as stack:
@@ -330,7 +333,10 @@ def _optimizer_complaints(manifest: Manifest, inventory: Inventory) -> list[str]
         cure = f"build the model with Config(state_dtype={saved['state_dtype']!r})"
         return [f"its moments are {saved['state_dtype']}, those of this model {state_dtype}; {cure}"]
     names = [name for group in saved["groups"] for name in group["parameters"]]
-    found = compare_groups([group["parameters"] for group in saved["groups"]], inventory.groups_in_files)
+    groups, ours_in_files = [group["parameters"] for group in saved["groups"]], inventory.groups_in_files
+    if "stages" in saved:  # which list theirs one after the other, as the whole model may not
+        groups, ours_in_files = list(map(sorted, groups)), list(map(sorted, ours_in_files))
+    found = compare_groups(groups, ours_in_files)
     stray = [name for name in saved["steps"] if name not in names]
     if stray:
         found.append(f"steps of parameters that are in no group: {', '.join(stray)}")
