@@ -31,6 +31,7 @@ from answers import answer_all
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import recipe as reference
+from stages_together import together_unlike
 
 VOCABULARY, WIDTH, TOKENS, BATCH, PARTS = 61, 64, 7, 8, 4
 COMPUTES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -543,6 +544,7 @@ def together(place):
 
 OTHERS = {
     "together": together,
+    "together, unlike": partial(together_unlike, refused=refused),
     "frozen first": partial(frozen_stage, number=0),
     "frozen last": partial(frozen_stage, number=1),
     "unnamed": unnamed,
