@@ -107,15 +107,13 @@ class OneBitAdam(OffloadedOptimizer):
     def _forget(self, engine: Engine, parameter: nn.Parameter) -> None:
         super()._forget(engine, parameter)
         self.state_assigned(parameter)
-        _clear(engine, engine.parameters.unit_of(parameter)[0], all_worker_fields(_workers(engine)))
 
     def begin(self, parameters: Iterable[object]) -> None:
         """See OffloadedOptimizer. Momenta of workers that were committed go on."""
         super().begin(parameters)
         for parameter in (one for group in self.param_groups for one in group["params"]):
             unit = self.mine[id(parameter)].engine.parameters.unit_of(parameter)[0]
-            if unit.record.written("w0", 0):
-                self._versions[unit] = unit.version
+            self._versions[unit] = unit.version
 
     def state_assigned(self, parameter: nn.Parameter) -> None:
         """See ShowingState. Momenta of workers begin again with the next exchange."""
@@ -157,7 +155,10 @@ class OneBitAdam(OffloadedOptimizer):
         engine.parameters.before_change()  # momenta and errors are those of this step from now on
         indices = {one.index for one in gradients}
         sent = self._sent.setdefault(unit, set())
-        if self._versions.get(unit) != unit.version or indices & sent:
+        exchanged = all(
+            self._counts[unit.parameters[index]]["step"] > self._freeze_step(unit) for index in indices
+        )
+        if not exchanged or self._versions.get(unit) != unit.version or indices & sent:
             _begin(engine, unit)  # or no step has used what was exchanged, which may not even be finite
             sent.clear()
         sent |= indices
@@ -208,28 +209,19 @@ def _check(engine: Engine, parameter: nn.Parameter) -> None:
         raise UnsupportedError(f"OneBitAdam of {name}: {why}. Otherwise {_INSTEAD}")
 
 
-def _clear(engine: Engine, unit: Unit, names: Iterable[str]) -> None:
-    """Let fields be zeros."""
-    for name in names:
-        if name in unit.record and unit.record.written(name, 0):
-            engine.lane.drain()
-            unit.record.drop(name)
-            unit.record.add(name, engine.store)
-
-
 def _begin(engine: Engine, unit: Unit) -> None:
     """Let the momenta of a worker be the common one, and its errors zeros. Every rank calls it."""
     record, ranks = unit.record, engine.ranks
     whole = torch.zeros(unit.layout.numel, dtype=torch.float32, device="cpu")
     for index, segment in enumerate(unit.layout.segments):
-        momentum = engine.parameters.read_record(record, index, {"m": torch.float32})["m"]
-        whole[segment.start : segment.stop] = momentum
+        common = engine.parameters.read_record(record, index, {"m": torch.float32})["m"]
+        whole[segment.start : segment.stop] = common
     workers, near = _workers(engine), ranks.grid.ranks if ranks.grid is not None else 1
-    _clear(engine, unit, (worker_fields(one)[1] for one in range(workers)))
     share = record.shard.numel
     for worker in range(workers):
         first = (worker * near + ranks.rank % near) * share
-        begin = {worker_fields(worker)[0]: whole[first : first + share].clone()}
+        momentum, error = worker_fields(worker)
+        begin = {momentum: whole[first : first + share].clone(), error: torch.zeros(share, device="cpu")}
         job = CopyInPass(record, record.tile_numel, 0, share, begin)
         engine.lane.submit(job, urgent=True)
         engine.lane.wait(job)
