@@ -102,7 +102,6 @@ def save(
     inventory.engine.exchange.say_approximated(f"a checkpoint in {folder}")
     kept: dict[str, torch.Tensor] = {}
     of_rank = f"extra.{ranks.rank}." if ranks.rank else "extra."
-
     of_speaker = f"extra.{stages.speaker}." if stages.speaker else "extra."
 
     def keep(value: Any, what: str, prefix: str = of_speaker) -> str | None:
@@ -114,11 +113,10 @@ def save(
         return key
 
     with ranks.together(f"saving to {folder}"):
+        scheduled = scheduler.state_dict() if scheduler else None
         shared = {
             "optimizer": optimizer_out(inventory, keep),
-            "scheduler": encode(
-                scheduler.state_dict() if scheduler else None, "scheduler.state_dict()", keep
-            ),
+            "scheduler": encode(scheduled, "scheduler.state_dict()", keep),
         }
         if ranks.rank != stages.speaker:
             kept.clear()  # the speaker writes these; every rank writes its own extra

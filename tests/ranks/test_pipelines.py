@@ -40,7 +40,7 @@ DEEP = ["1f1b, bf16, tight, max_norm", "zero bubble, bf16, tight, clip_grad_norm
 OTHERS = ["unnamed", "wrong", "resumed", "overflow", "shared", "forgotten", "disagreeing", "default device"]
 ASSIGNED = ["assigned", "assigned one by one"]
 FROZEN = ["frozen first", "frozen last"]
-TOGETHER = ["together", "together, unlike"]
+TOGETHER = ["together", "together unlike"]
 LAUNCHES = {
     "two ranks": (2, 1, [*EXACT, *OTHERS, *ASSIGNED, *FROZEN, *TOGETHER]),
     "more": (2, 1, [*MORE, "resumed zero bubble"]),
@@ -166,7 +166,7 @@ def test_stages_with_the_names_of_the_whole_save_it_to_one_folder(answers):
 
 
 def test_stages_in_one_folder_may_lack_an_optimizer_or_parameters_of_a_group_and_fail_together(answers):
-    given = answers("two ranks", "together, unlike")
+    given = answers("two ranks", "together unlike")
     assert [one["frozen"] for one in given] == [None, 3.0]
     assert all("builtins.object, which a checkpoint cannot hold" in one["error"] for one in given)
     assert all(one["soon"] for one in given)

@@ -544,7 +544,7 @@ def together(place):
 
 OTHERS = {
     "together": together,
-    "together, unlike": partial(together_unlike, refused=refused),
+    "together unlike": partial(together_unlike, refused=refused),
     "frozen first": partial(frozen_stage, number=0),
     "frozen last": partial(frozen_stage, number=1),
     "unnamed": unnamed,
