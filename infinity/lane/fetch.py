@@ -239,6 +239,10 @@ class _UpdatingPass(_UnitPass):
             self._pending.put_back(self.updates)
             self.updates, self._taken = self._pending, False
 
+    def _filled(self) -> int:
+        """All of a record with fields that go on behind its parameters, which may go to their targets."""
+        return self.record.shard.numel if self.record.schema.of_workers else super()._filled()
+
     @property
     def in_memory(self) -> bool:
         """See Pass."""
@@ -276,6 +280,8 @@ class _UpdatingPass(_UnitPass):
         )
 
     def _changes(self, start: int, stop: int) -> bool:
+        if start >= self.record.shard.end:
+            return False
         if self._updates_all or not self.updates:
             return self._updates_all
         return any(piece.index in self.updates for piece in pieces(self.record.shard, start, stop))
@@ -460,7 +466,7 @@ class FetchAndUpdatePass(_UpdatingPass):
     def _process(self, start: int, stop: int, addresses: dict[str, int]) -> Sequence[Transfer] | None:
         """Apply the updates, then upload."""
         self._apply_updates(start, stop, addresses)
-        return self._upload(start, stop, addresses)
+        return self._upload(start, stop, addresses) if start < self.record.shard.end else None
 
 
 class UpdatePass(_UpdatingPass):

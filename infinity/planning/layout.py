@@ -63,7 +63,9 @@ class RecordSchema:
         """Bytes of an element that computes."""
         self.slot_nbytes = max(_SLOT_NBYTES, round(sum(widths[name] for name in self.fields)) + 4)
         """Bytes per element of a slot: of a whole record, and a gradient of 4."""
-        self.fields += tuple(more)
+        self.of_workers = tuple(more)
+        """Fields of what other ranks have of the unit, which go on behind the parameters of this shard."""
+        self.fields += self.of_workers
         self.align_numel = round(BLOCK / min(width for width in widths.values() if width >= 1))
         """Elements. Segments start on whole blocks of every field, so each parameter can be read and written
         by itself; so do tiles.
