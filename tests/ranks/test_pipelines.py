@@ -46,7 +46,7 @@ LAUNCHES = {
     "more": (2, 1, [*MORE, "resumed zero bubble"]),
     "dying": (2, 1, ["dying"]),
     "at once": (2, 1, ["at once"]),
-    "two stages of two ranks": (4, 2, [*DIVIDED, "resumed", "shared", "divided", *FROZEN]),
+    "two stages of two ranks": (4, 2, [*DIVIDED, "resumed", "shared", *FROZEN, "divided"]),
     "four ranks": (4, 1, DEEP),
 }
 """Ranks, ranks that share a stage, and cases of each launch. A rank that raises amid a schedule ends it."""
