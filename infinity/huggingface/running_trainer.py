@@ -8,9 +8,18 @@ callers.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 
 import transformers
+
+
+def other_losses(args: transformers.TrainingArguments, trainer: object) -> Iterator[str]:
+    """Yield the names of what makes the Trainer compute a loss that is not the model's own."""
+    if args.label_smoothing_factor:
+        yield "label_smoothing_factor"
+    if getattr(trainer, "compute_loss_func", None):
+        yield "compute_loss_func"
 
 
 def running_trainer() -> transformers.Trainer | None:

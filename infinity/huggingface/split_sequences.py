@@ -18,7 +18,7 @@ from torch import nn
 from transformers.trainer_utils import has_length
 
 from infinity.errors import UnsupportedError
-from infinity.huggingface.running_trainer import made_trainer, running_trainer
+from infinity.huggingface.running_trainer import made_trainer, other_losses, running_trainer
 from infinity.sequences.loader import SequenceParallelLoader
 from infinity.sequences.parallel import SequenceParallel, is_divided, sequences_of
 
@@ -70,16 +70,12 @@ def check_losses(args: Any, trainer: Any) -> None:
 
     Raises: UnsupportedError naming what makes another one.
     """
-    for name, wanted in (
-        ("label_smoothing_factor", args.label_smoothing_factor),
-        ("compute_loss_func", getattr(trainer, "compute_loss_func", None)),
-    ):
-        if wanted:
-            raise UnsupportedError(
-                f"{name}, where ranks share a sequence: the Trainer makes it of a rank's tokens alone, "
-                "without the label that the last of them has on the next rank. Leave it out; or override "
-                "compute_loss, with the batch's shift_labels, and infinity's sequences.mean(sum, count)"
-            )
+    for name in other_losses(args, trainer):
+        raise UnsupportedError(
+            f"{name}, where ranks share a sequence: the Trainer makes it of a rank's tokens alone, "
+            "without the label that the last of them has on the next rank. Leave it out; or override "
+            "compute_loss, with the batch's shift_labels, and infinity's sequences.mean(sum, count)"
+        )
 
 
 def _shares(model: nn.Module) -> bool:

@@ -26,7 +26,7 @@ from infinity.engine.stats import Stats, stats
 from infinity.errors import UnsupportedError
 from infinity.huggingface import durable_training
 from infinity.huggingface.accumulation import HeldBatches, accelerate_steps, release
-from infinity.huggingface.running_trainer import running_trainer
+from infinity.huggingface.running_trainer import other_losses, running_trainer
 from infinity.huggingface.split_sequences import check_split, split_sequences
 from infinity.huggingface.trainer_setup import FOLDER, check_output, save_streamed, saving, settle_in
 from infinity.optim.base import OffloadedOptimizer
@@ -204,15 +204,11 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         if steps == 1:
             return
         if self.by_block:
-            for name, wanted in (
-                ("label_smoothing_factor", args.label_smoothing_factor),
-                ("compute_loss_func", getattr(trainer, "compute_loss_func", None)),
-            ):
-                if wanted:
-                    raise UnsupportedError(
-                        f"TrainerCallback(by_block=True) with {name}: the Trainer makes that loss of each "
-                        "micro-batch's logits; leave one out"
-                    )
+            for name in other_losses(args, trainer):
+                raise UnsupportedError(
+                    f"TrainerCallback(by_block=True) with {name}: the Trainer makes that loss of each "
+                    "micro-batch's logits; leave one out"
+                )
             lasts = (lambda: True) if trainer is None else (lambda: running_trainer() is not None)
             self._together = HeldBatches(model, optimizer, accelerate_steps, lasts)
             return

@@ -11,6 +11,7 @@ from infinity.engine.engine import engine_of_model
 from infinity.reference import recipe as reference
 from infinity.reference import steps as reference_steps
 from infinity.reference.moments import state_key, step_stored, store, widened, zero_moments
+from models import train
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
@@ -71,18 +72,6 @@ class Plain:
     def zero_grad(self):
         for parameter in self.state:
             parameter.grad = None
-
-
-def train(model, optimizer, steps, first=0):
-    losses = []
-    for number in range(first, first + steps):
-        ids = models.batch(number)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 TWO_MOMENTS = ("Adam", "AdamW")
