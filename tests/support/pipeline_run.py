@@ -210,6 +210,14 @@ def build(place, kind, *, frozen=False, checkpointed=False, tied=False):
     return stages
 
 
+def in_memory(place, kind, **model):
+    """Build the stages of a rank, whose gradients are the mean over the ranks that share them."""
+    stages = build(place, kind, **model)
+    for one in trained(stages) if dist.get_world_size(place.data) > 1 else ():
+        one.register_hook(place.mean_of_data)
+    return stages
+
+
 def offloaded(place, kind, *, dtype, model=None, **settings):
     """Build the stages of a rank in Init."""
     groups = {"process_group": place.data, "pipeline_group": place.pipeline}
@@ -244,9 +252,7 @@ def compare(place, kind, *options, max_norm=None, clip=None, dtype="bf16"):
     model = {one: one in options for one in ("frozen", "checkpointed", "tied")}
     accumulated = 2 if "accumulated" in options else 1
     whole = "interleaved" if kind in APART and dtype == "bf16" else kind
-    plain = build(place, whole, **model)
-    for one in plain.parameters() if dist.get_world_size(place.data) > 1 else ():
-        one.register_hook(place.mean_of_data)
+    plain = in_memory(place, whole, **model)
     settings = {"lr": 0.01, "weight_decay": 0.1, "max_norm": max_norm}
     other = ReferenceOfStages(place, trained(prepare(plain, COMPUTES[dtype])), **settings)
     looks = (lambda _step, evaluate: evaluate()) if "looked at" in options else None
@@ -503,7 +509,7 @@ def frozen_stage(place, *, number):
     ways, settings = [], {"lr": 0.01, "weight_decay": 0.1, "max_norm": 0.5}
     for ours in (False, True):
         stages = offloaded(place, "1f1b", dtype="bf16", host_memory=TIGHT, timeout_s=20) if ours else None
-        stages = stages if ours else prepare(build(place, "1f1b"), torch.bfloat16)
+        stages = stages if ours else prepare(in_memory(place, "1f1b"), torch.bfloat16)
         if frozen:
             stages.requires_grad_(False)
             step = (lambda: None) if ours else partial(place.sum_of_stages, 0.0)
