@@ -101,18 +101,18 @@ SIZES = {
     "num_attention_heads": 8,
     "vocab_size": 32000,
 }
-"""About 220 million parameters: 0.9 GB of fp32 weights, 2.7 GB with moments."""
+"""About 220 million parameters: 0.9 GB of fp32 weights, 2.7 GB with moments; with four layers half of that."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_memory_is_flat_in_the_size_of_the_model(folder, ranks):
-    rows = list(checkpoints.measured(folder, SIZES, ranks, 256 << 20))
+@pytest.mark.parametrize(("ranks", "layers", "saved_nbytes"), [(1, 12, 2_500_000_000), (2, 4, 1_300_000_000)])
+def test_memory_is_flat_in_the_size_of_the_model(folder, ranks, layers, saved_nbytes):
+    rows = list(checkpoints.measured(folder, {**SIZES, "num_hidden_layers": layers}, ranks, 256 << 20))
     assert [row.rank for row in rows if row.what == "save"] == list(range(ranks))
     assert {(row.what, row.dtype) for row in rows} == set(checkpoints.STEPS)
     assert [row for row in rows if row.peak_nbytes > row.limit_nbytes] == []
     assert all(row.limit_nbytes < 800_000_000 for row in rows)
-    assert sum(path.stat().st_size for path in Path(folder / "saved").iterdir()) > 2_500_000_000
+    assert sum(path.stat().st_size for path in Path(folder / "saved").iterdir()) > saved_nbytes
     for row in rows:  # by all ranks together: what one has read the others find in memory
         assert row.read_part is None or 0.9 < row.read_part < 1.2, row

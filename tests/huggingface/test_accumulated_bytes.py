@@ -3,6 +3,7 @@ engine; nothing is faked.
 """
 
 import json
+import statistics
 
 import pytest
 import torch
@@ -175,6 +176,7 @@ def test_a_step_of_eight_micro_batches_moves_the_bytes_of_one(folder, loop):
     for micro_batches in (1, 8):
         place = folder / str(micro_batches)
         place.mkdir()
-        found[micro_batches] = loop(micro_batches, place)[-1]
+        # A piece that is written late in one step is counted in the next, so steps are looked at together.
+        found[micro_batches] = statistics.median(loop(micro_batches, place)[1:])
     assert found[8] <= LIMITS["forward" if loop is by_clipping_trainer else "backward"]
     assert abs(found[8] - found[1]) <= 1.0, "pieces of a unit may be there or not, whatever the number"

@@ -39,7 +39,9 @@ EVERY = [
     "stage 1",
     "no_sync",
 ]
-"""Cases that are compared with the reference."""
+"""Cases that are compared with the reference, on two ranks."""
+ON_THREE = ["layers", "llama, int4", "nvme", "gpt2, backward", "chosen, nvme", "reentrant", "no_sync"]
+"""Those of them on three."""
 
 
 def answers(folder, ranks, cases, **more):
@@ -71,8 +73,9 @@ def test_ranks_train_as_one_process_that_codes_and_gathered_has_the_masters_halv
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_path_of_a_training_has_the_bits_of_one_process_that_codes(tmp_path, ranks):
     more = ["again", "again, nvme", "gathered", "in files", "overflow", "overflow, int4", "other weights"]
-    given = answers(tmp_path, ranks, [*EVERY, *more])
-    assert_as_reference(given, [*EVERY, *more[:4]])
+    cases = EVERY if ranks == 2 else ON_THREE
+    given = answers(tmp_path, ranks, [*cases, *more])
+    assert_as_reference(given, [*cases, *more[:4]])
     for one in given:
         assert one["nvme"]["ratios"]["gather"] <= INT8
         assert one["nvme"]["ratios"]["reduce"] <= INT8
@@ -111,13 +114,3 @@ def test_on_a_mesh_copies_stay_copies_and_a_run_is_repeatable(tmp_path):
         assert one["copies"] > 0
         assert not one["same"], "nothing was coded"
         assert one["apart"] < 0.02
-
-
-@pytest.mark.slow
-@pytest.mark.multi
-def test_after_300_steps_the_loss_of_25_million_parameters_is_within_1_percent(tmp_path):
-    for one in (one["long"] for one in answers(tmp_path, 2, ["long"], limit_s=1500.0)):
-        first, last = one["exact"]
-        assert last < 0.5 * first, "it has learned"
-        assert abs(one["int8"][1] / last - 1) < 0.01
-        assert abs(one["int4"][1] / last - 1) < 0.05

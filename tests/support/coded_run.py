@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 import infinity
 import models
 import parity
-from infinity.cli.presets import PRESETS, llama
 from infinity.engine.engine import engine_of_model
 from infinity.ranks.machines import LOCAL_SIZE
 from infinity.reference import ReferenceAdamW, codes, prepare
@@ -347,38 +346,6 @@ def is_sharded(one):
     return isinstance(one, DTensor) and not all(place.is_replicate() for place in one.placements)
 
 
-def chain(seed):
-    """Return two sequences of a chain of tokens, of which each fifth strays."""
-    follows = torch.randperm(256, generator=torch.Generator().manual_seed(1))
-    random, ids = torch.Generator().manual_seed(seed), [torch.zeros(2, dtype=torch.long)]
-    for _ in range(31):
-        strays = torch.rand(2, generator=random) < 0.2
-        ids.append(torch.where(strays, torch.randint(256, (2,), generator=random), follows[ids[-1]]))
-    return torch.stack(ids, dim=1)
-
-
-def long(steps=300, last=50):
-    """Train 25 million parameters on a chain of tokens, with codes and without: return the mean losses of the
-    last steps.
-    """
-    means = {}
-    for name, fields in (("exact", {}), ("int8", BOTH), ("int4", {**BOTH, "quantized_gradients": "int4"})):
-        torch.manual_seed(0)
-        with infinity.Init(host_memory="1GiB", **fields):
-            model = llama(PRESETS["25m"], 32)
-        optimizer, losses = infinity.AdamW(model.parameters(), lr=5e-4, max_norm=1.0), []
-        for step in range(steps):
-            ids = chain(1000 * step + dist.get_rank())
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        means[name] = [losses[0], sum(losses[-last:]) / last]
-        del model, optimizer
-    return means
-
-
 def mesh():
     """Train on a mesh, with codes and without: return what ranks have different copies of, and losses."""
     losses, different, copies = on_mesh(**BOTH)
@@ -419,8 +386,6 @@ CASES = {
     "checkpointed": lambda: compare("llama", checkpoint="not", **BOTH, **BACKWARD),
     "reentrant": lambda: compare("llama", checkpoint="reentrant", **BOTH),
     "mesh": mesh,
-    "long": long,
-    "short": partial(long, steps=6, last=3),
     "stage 2": lambda: compare("llama", stage=2, quantized_gradients="int8"),
     "stage 1": lambda: compare("llama", micro=2, once=True, stage=1, quantized_gradients="int4"),
     "no_sync": lambda: compare("llama", micro=3, once=True, **BOTH),

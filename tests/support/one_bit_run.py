@@ -17,7 +17,6 @@ import coded_run
 import infinity
 import infinity.deepspeed
 from coded_run import MODELS, build, loss_of, mean, summed, train
-from infinity.cli.presets import PRESETS, llama
 from infinity.engine.engine import engine_of_model
 from infinity.ranks.machines import LOCAL_SIZE
 from infinity.reference import ReferenceAdamW, one_bit, prepare
@@ -268,28 +267,6 @@ def clipped():
     return {"error": "none"}
 
 
-def long(steps=300, last=50):
-    """Train 25 million parameters on a chain of tokens; return the mean losses of the last steps."""
-    means = {}
-    for name in ("AdamW", "OneBitAdam"):
-        torch.manual_seed(0)
-        with infinity.Init(host_memory="2GiB"):
-            model = llama(PRESETS["25m"], 32)
-        more = {} if name == "AdamW" else {"freeze_step": steps // 5}
-        optimizer = getattr(infinity, name)(model.parameters(), lr=2e-4, weight_decay=0.01, **more)
-        losses = []
-        for step in range(steps):
-            ids = coded_run.chain(1000 * step + dist.get_rank())
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        means[name] = [losses[0], sum(losses[-last:]) / last]
-        del model, optimizer
-    return means
-
-
 NVME = {"nvme": os.environ.get("RANKS_DISK"), "host_memory": int(os.environ["WORLD_SIZE"]) << 20}
 CASES = {
     "layers": lambda: compare("layers"),
@@ -312,7 +289,6 @@ CASES = {
     "resumed and loaded": resumed_and_loaded,
     "stage 1": lambda: compare("layers", stage=1, micro=2, once=True),
     "stage 2": lambda: compare("layers", stage=2),
-    "long": long,
 }
 
 
