@@ -101,7 +101,7 @@ SIZES = {
     "num_attention_heads": 8,
     "vocab_size": 32000,
 }
-"""About 220 million parameters: 0.9 GB of fp32 weights, 2.7 GB with moments; with four layers half of that."""
+"""About 220 million parameters: 0.9 GB of fp32 weights, 2.7 GB with moments; with four layers half of it."""
 
 
 @pytest.mark.slow
