@@ -11,13 +11,10 @@ import torch
 import xxhash
 from torch import nn
 
-from infinity.config.settings import Config
 from infinity.device.blocks import Blocks
 from infinity.device.device import Device
-from infinity.engine.codings import codings
 from infinity.engine.expert_ranks import ExpertRanks
-from infinity.engine.secondary_ranks import neighbours_of
-from infinity.engine.sharing import shares_memory
+from infinity.engine.rank_features import RankFeatures
 from infinity.errors import RanksError
 from infinity.gradients.coding import Coding
 from infinity.gradients.collectives import Collecting, CollectiveLane, Spreading
@@ -214,6 +211,7 @@ class Partition:
 
     def check(self, plan: Plan) -> None:
         """See Assembler. The error names the first use that differs, and what each rank has."""
+        self.ranks.waiting.step_begins()
         self._buckets.begin_step()
         if self._digest[0] is not plan:
             self._digest = plan, xxhash.xxh3_64_intdigest(str(plan).encode()) >> 1
@@ -265,7 +263,7 @@ class Partition:
 
 
 def open_partition(
-    config: Config,
+    features: RankFeatures,
     outgoing_share: OutgoingShare,
     ranks: Ranks,
     lane: StreamLane,
@@ -276,18 +274,15 @@ def open_partition(
 ) -> Partition | None:
     """Return what several ranks do together; None where there is one. Every rank calls it. outgoing_share:
     has the memory in which units are put together; see Partition.
-
-    Raises: ConfigError as `codings`, `shares_memory` and `neighbours_of` do.
     """
-    weights, gradients = codings(config, ranks, device)
-    in_common = shares_memory(config, ranks, device)
-    near = neighbours_of(config.secondary_shard, ranks, device)
     if ranks.size == 1:
         return None
-    most = ranks.least(config.gather_bucket_nbytes, "size buckets")
-    parts = lane, device, outgoing_share, most, weights
-    buckets = SecondaryBuckets(*parts, near) if near else GatherBuckets(*parts, in_common=in_common)
-    return Partition(ranks, lane, device, timeline, units, expert_ranks, buckets, gradients)
+    parts = lane, device, outgoing_share, features.bucket_nbytes, features.weights
+    if features.near:
+        buckets: GatherBuckets = SecondaryBuckets(*parts, features.near)
+    else:
+        buckets = GatherBuckets(*parts, in_common=features.in_common)
+    return Partition(ranks, lane, device, timeline, units, expert_ranks, buckets, features.gradients)
 
 
 def _is_gathered(unit: Unit) -> bool:

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from infinity.errors import HostMemoryError
 from infinity.planning.activations import PeakMoment, Usage, kept_by_budget, peak_moments, usage
 from infinity.planning.budget import Budget, divide, least_budget, least_that, scratch_nbytes
-from infinity.planning.coded import sent_nbytes
+from infinity.planning.exchange import Exchanges, Links
 from infinity.planning.forecast import EngineLimits, Moves
 from infinity.planning.layout import RecordSchema, lay_out
 from infinity.planning.outline import Act, Outline, Stage, trace_of
@@ -74,6 +74,10 @@ class Demand:
     """Of the units that live on the device, out of `Setting.device_nbytes`."""
     records_nbytes: int = 0
     """Of these, whole records, with their gradients and what their updates need."""
+    second_nbytes: int = 0
+    """Of host_memory, for second parts of weights."""
+    in_common_nbytes: tuple[int, int] = (0, 0)
+    """Of weights in use, and of those that wait, that lie once on a machine for all of its ranks."""
 
     @property
     def working_nbytes(self) -> int:
@@ -99,7 +103,7 @@ class Demand:
         # buffers of gradients that are gone are kept for the next step, as far as the outgoing share has room
         of_gradients = budget.outgoing_nbytes + (self.kept_gradients_nbytes if waits else 0)
         taken += min(of_gradients, self.gradients_nbytes)
-        return min(budget.total_nbytes, taken)
+        return min(budget.total_nbytes, taken) + self.second_nbytes
 
     @property
     def moment(self) -> PeakMoment:
@@ -149,6 +153,10 @@ class _Sizes:
     """Of the steps, that use each unit."""
     holders: tuple[int, ...]
     """Ranks that have shares of each unit."""
+    second: tuple[int, ...]
+    """Bytes of this rank's second part of each unit, in host memory; 0 without those."""
+    workers: tuple[int, ...]
+    """Bytes of the momenta and errors that this rank has of each unit, beside its state, for 1-bit Adam."""
 
     def field(self, unit: int, name: str, tile_numel: int) -> int:
         """Bytes of a field in its extent."""
@@ -171,14 +179,20 @@ def _sizes(outline: Outline, setting: Setting) -> _Sizes:
     wholes = [lay_out([("", shape) for shape in part.shapes], align).numel for part in outline.parts]
     resident = [0 if part.idle else whole for part, whole in zip(outline.parts, wholes, strict=True)]
     here = [0 if part.elsewhere else whole for part, whole in zip(outline.parts, wholes, strict=True)]
+    shares = tuple(round_up(-(-whole // count), align) for whole, count in zip(here, holders, strict=True))
+    nbytes = tuple(schema.width * whole for whole in resident)
+    ranks = [Exchanges(setting, schema.width, count) for count in holders]
+    workers = [share if moving else 0 for share, moving in zip(shares, moves, strict=True)]
     return _Sizes(
         schema,
-        tuple(round_up(-(-whole // count), align) for whole, count in zip(here, holders, strict=True)),
-        tuple(schema.width * whole for whole in resident),
+        shares,
+        nbytes,
         numels,
         tuple(wide * numel for numel in numels),
         tuple(part.share for part in outline.parts),
         holders,
+        tuple(of.second_nbytes(one) for of, one in zip(ranks, nbytes, strict=True)),
+        tuple(of.worker_nbytes(one) for of, one in zip(ranks, workers, strict=True)),
     )
 
 
@@ -199,9 +213,10 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     sizes = _sizes(outline, setting)
     least = least_host_nbytes(outline, setting)
     if setting.host_nbytes < least and setting.nvme:
+        second = f", and second parts {format_size(sum(sizes.second))} on each rank" * any(sizes.second)
         raise HostMemoryError(
             f"host_memory={format_size(setting.host_nbytes)} cannot work: moving records needs at least "
-            f"{format_size(least)} on each machine with {setting.local_ranks} ranks. Give more; a few "
+            f"{format_size(least)} on each machine with {setting.local_ranks} ranks{second}. Give more; a few "
             "hundred MiB is fast."
         )
     on_gpu = setting.device_nbytes is not None
@@ -212,6 +227,7 @@ def demand(outline: Outline, setting: Setting) -> Demand:
             f"{format_size(least)}; or plan with NVMe."
         )
     budget = divide(setting.rank_host_nbytes, max(sizes.resident), sizes.schema, on_device=on_gpu)
+    budget = replace(budget, total_nbytes=budget.total_nbytes - sum(sizes.second))
     window = budget.ahead_nbytes if setting.device_nbytes is None else setting.device_nbytes
     script = outline.script(micro_batches=setting.micro_batches)
     trace = trace_of(script)
@@ -258,6 +274,8 @@ def demand(outline: Outline, setting: Setting) -> Demand:
         moments=tuple(peak_moments(in_use, [stage.recomputed for stage in outline.stages], used)),
         lodged_nbytes=lodged_nbytes,
         records_nbytes=records_nbytes,
+        second_nbytes=sum(sizes.second),
+        in_common_nbytes=_in_common(outline, sizes, setting, budget),
         uses=len(trace),
     )
 
@@ -270,8 +288,10 @@ def least_host_nbytes(outline: Outline, setting: Setting) -> int:
     moves records at all, without it (to the MiB for each rank) what holds all state and a step's gradients.
     """
     sizes, on_gpu = _sizes(outline, setting), setting.device_nbytes is not None
-    if setting.nvme:
+    if setting.nvme and not any(sizes.second):
         return setting.local_ranks * least_budget(sizes.schema)
+    if setting.nvme:
+        return setting.local_ranks * least_that(partial(_keeps_second, sizes), sizes.schema)
     return setting.local_ranks * least_that(partial(_holds, sizes, on_gpu=on_gpu), sizes.schema)
 
 
@@ -285,8 +305,13 @@ def _holds(sizes: _Sizes, total_nbytes: int, *, on_gpu: bool) -> bool:
     weights = sizes.fields(sizes.schema.weights, building.tile_numel)
     training = divide(total_nbytes, max(sizes.resident), sizes.schema, on_device=on_gpu)
     moments = sizes.fields(sizes.schema.moments, building.tile_numel)
-    needed = weights + moments + sum(sizes.gradients)
+    needed = weights + moments + sum(sizes.gradients) + sum(sizes.second) + sum(sizes.workers)
     return weights <= building.kept_nbytes and needed <= training.kept_nbytes
+
+
+def _keeps_second(sizes: _Sizes, total_nbytes: int) -> bool:
+    """Whether a host_memory has room for second parts, with NVMe for all else."""
+    return sum(sizes.second) <= divide(total_nbytes, max(sizes.resident), sizes.schema).kept_nbytes
 
 
 # What is pinned
@@ -439,14 +464,17 @@ def _moves(
         }
         of_gradient = spills.get(unit, ())
         in_place = _in_place(unit, setting, placement)
+        gathered, again, reduced = _exchanged(sizes, setting, unit)
+        workers = sizes.workers[unit] if setting.nvme else 0
         yield Moves(
             numel=sizes.numels[unit],
             hi_nbytes=away.get("hi", 0),
-            state_nbytes=sum(away.values()) - away.get("hi", 0),
-            state_fields=len(away.keys() - {"hi"}),
+            state_nbytes=sum(away.values()) - away.get("hi", 0) + workers,
+            state_fields=len(away.keys() - {"hi"}) + (workers > 0),
             waiting_nbytes=0 if in_place else sizes.resident[unit],
-            gathered_nbytes=_of_others(sizes, unit, setting.quantized_weights),
-            reduced_nbytes=_of_others(sizes, unit, setting.quantized_gradients),
+            gathered_nbytes=gathered.nbytes,
+            again_nbytes=again.nbytes if again is not None else None,
+            reduced_nbytes=reduced.nbytes,
             coded=_is_coded(sizes, setting, unit),
             in_place=in_place,
             trainable=part.trainable and not _is_record(sizes, placement, unit),
@@ -463,11 +491,13 @@ def _is_coded(sizes: _Sizes, setting: Setting, unit: int) -> bool:
     return setting.quantized_weights is not None and sizes.holders[unit] > 1
 
 
-def _of_others(sizes: _Sizes, unit: int, kind: str | None) -> int:
-    """Return the bytes that other ranks send of a unit, in a type that Config names, or as it is."""
-    ranks, width = sizes.holders[unit], sizes.schema.width
-    share = sizes.resident[unit] // width // ranks
-    return (ranks - 1) * sent_nbytes(share, kind, width)
+def _exchanged(sizes: _Sizes, setting: Setting, unit: int) -> tuple[Links, Links | None, Links]:
+    """Return what others send of a unit when it is assembled, when it is once more, and when its gradient is
+    summed.
+    """
+    width, ranks = sizes.schema.width, sizes.holders[unit]
+    share, between = sizes.resident[unit] // width // ranks, Exchanges(setting, width, ranks)
+    return between.gathered(share), between.gathered_again(share), between.reduced(share)
 
 
 def _moved(
@@ -490,6 +520,8 @@ def _moved(
             continue
         starts_there = used_last.get(unit) == "B" and not _is_coded(sizes, setting, unit)
         again = setting.update == "backward" and trainable and not starts_there
+        if sizes.second[unit]:  # which are what further uses assemble it from
+            fetches = min(fetches, 1)
         for name in sizes.schema.fields:
             if (unit, name) in placement or not (trainable or name == "hi"):
                 continue
@@ -497,6 +529,9 @@ def _moved(
             anew = trainable and name in sizes.schema.derived
             moved[name, "read"] += nbytes * (fetches + again - anew if name == "hi" else 1)
             moved[name, "written"] += nbytes if trainable else 0
+        if sizes.workers[unit] and setting.nvme:
+            moved["workers", "read"] += sizes.workers[unit]
+            moved["workers", "written"] += sizes.workers[unit]
         if of_gradient := spills.get(unit):
             moved["grad", "read"] += sum(read for read, _ in of_gradient) + of_gradient[-1][1]
             moved["grad", "written"] += sum(written for _, written in of_gradient)
@@ -507,7 +542,7 @@ def _stored(sizes: _Sizes, setting: Setting, budget: Budget) -> int:
     if not setting.nvme:
         return 0
     generations = 2 if setting.durable or setting.speculate else 1
-    return generations * sizes.fields(sizes.schema.fields, budget.tile_numel)
+    return generations * (sizes.fields(sizes.schema.fields, budget.tile_numel) + sum(sizes.workers))
 
 
 def _stored_gradients(outline: Outline, sizes: _Sizes, setting: Setting, spills: Spills) -> int:
@@ -553,3 +588,13 @@ def _in_use(stage: Stage, sizes: _Sizes, in_place: Sequence[bool]) -> int:
     if stage.recomputed:
         return sum(own.values()) + max(sizes.resident[unit] for unit in stage.units)
     return max(own[unit] + sizes.resident[unit] for unit in stage.units)
+
+
+def _in_common(outline: Outline, sizes: _Sizes, setting: Setting, budget: Budget) -> tuple[int, int]:
+    """Return the bytes of weights that lie once on a machine: of the stage that uses most, and that wait."""
+    if not setting.shared_memory or setting.near(setting.data_ranks) == 1:
+        return 0, 0
+    used = [
+        (sum if one.recomputed else max)(sizes.resident[unit] for unit in one.units) for one in outline.stages
+    ]
+    return max(used), min(budget.ahead_nbytes, sum(sizes.resident))

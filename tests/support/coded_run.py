@@ -153,7 +153,7 @@ def mean(rows, bits, machines):
 
 def build(name, frozen=None, checkpoint=None, **fields):
     torch.manual_seed(0)
-    with infinity.Init(**{"host_memory": "64MiB", **fields}):
+    with infinity.Init(**{"host_memory": "64MiB", "shared_memory": False, **fields}):
         model = MODELS[name]()
     if checkpoint is not None:
         models.checkpointed(model, checkpoint == "reentrant")
