@@ -100,6 +100,8 @@ class Config:
     quantized_gradients: "int8" or "int4": gradients are sent so to the ranks that sum them, in fp32 (qgZ):
         about half, or a quarter, of the bytes of 16-bit ones. Of several machines the sums of each are sent
         on so, too. None: in their own type.
+    error_feedback: with quantized_gradients: what codes leave out of a rank's gradients is added to those that it
+        sends next. The errors take 4 bytes per parameter on each rank, and lie where the state lies.
     shared_memory: whether the ranks of one machine have memory in common: each brings its share of a layer to
         where all see it, so that weights in use exist once there, and none are sent within the machine; and
         so do large buffers. Results are the same; for Linux, and where the CPU computes. None: where all
@@ -160,6 +162,7 @@ class Config:
     reduce_bucket: int | str = DEFAULT
     quantized_weights: str | None = None
     quantized_gradients: str | None = None
+    error_feedback: bool = False
     shared_memory: bool | None = None
     secondary_shard: str | int | None = None
     timeout_s: float = 600.0
@@ -247,6 +250,13 @@ class Config:
             size = getattr(self, name)
             if type(size) is not int or size < 1:
                 raise ConfigError(f"{name}={size!r}: expected a number of ranks, 1 or more")
+        if type(self.error_feedback) is not bool:
+            raise ConfigError(f"error_feedback={self.error_feedback!r}: expected True or False")
+        if self.error_feedback and self.quantized_gradients is None:
+            raise ConfigError(
+                "error_feedback=True without quantized_gradients: gradients are sent as they are, and nothing of "
+                'them is left out; give quantized_gradients="int8" or "int4"'
+            )
         if self.shared_memory is not None and type(self.shared_memory) is not bool:
             raise ConfigError(f"shared_memory={self.shared_memory!r}: expected True, False or None")
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < math.inf:

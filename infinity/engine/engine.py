@@ -175,6 +175,8 @@ class Engine:
         return open_partition(self.rank_features, self.outgoing_share, *parts)
 
     def _open_gradients(self) -> GradientStore:
+        if self.partition is not None:
+            self.partition.change_after(self.parameters.before_change)
         return GradientStore(
             self.lane,
             self.device,

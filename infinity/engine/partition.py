@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,6 +18,7 @@ from infinity.engine.rank_features import RankFeatures
 from infinity.errors import RanksError
 from infinity.gradients.coding import Coding
 from infinity.gradients.collectives import Collecting, CollectiveLane, Spreading
+from infinity.gradients.feedback import error_fields, feed_back
 from infinity.gradients.gather_buckets import GatherBuckets
 from infinity.gradients.matrices import Orthogonalizing
 from infinity.gradients.secondary import SecondaryBuckets
@@ -62,6 +63,7 @@ class Partition:
         self.ranks, self.coding = ranks, coding
         self._exact = False
         """Whether units are fetched as their records have them, where they are sent coded."""
+        self._before_change: Callable[[], None] = _nothing
         self._expert_ranks = expert_ranks
 
         def opened(name: str, of: Ranks, near: int = 0) -> CollectiveLane:
@@ -188,6 +190,24 @@ class Partition:
         self._gathers.submit(job)
         return job
 
+    def change_after(self, call: Callable[[], None]) -> None:
+        """Call `call` before errors of codes are changed: a durable run first captures its step."""
+        self._before_change = call
+
+    def feed_back(self, unit: Unit, indices: Collection[int], rows: torch.Tensor) -> None:
+        """See gradients.reduction.Reducers."""
+        if self.coding is not None:
+            self._before_change()
+            feed_back(unit, indices, rows, self.coding, self._lane)
+
+    def error_fields(self, record: Record) -> tuple[str, ...]:
+        """Return the fields that a record has of errors of codes, where its gradients are trained."""
+        if self.coding is None or not self.coding.feeds_back:
+            return ()
+        names = error_fields(record)
+        record.may_have(names)
+        return names
+
     def reduces(self, unit: Unit) -> CollectiveLane:
         """See gradients.reduction.Reducers."""
         return self._reduces if unit.record.holders.are_all else self._reduces_of_experts
@@ -260,6 +280,10 @@ class Partition:
             lane.close()
         if self._machine is not None:
             self._machine.close()
+
+
+def _nothing() -> None:
+    """Nothing has to be done before a change."""
 
 
 def open_partition(

@@ -26,7 +26,7 @@ from infinity.ranks.shared_memory import has_nameless_memory, place_number, why_
 logger = logging.getLogger("infinity")
 
 _SAME = ("quantized_weights", "quantized_gradients", "shared_memory", "secondary_shard", "stage")
-_SAME += ("expert_parallel", "sequence_parallel")
+_SAME += ("expert_parallel", "sequence_parallel", "error_feedback")
 """Settings that all ranks give alike."""
 
 
@@ -74,11 +74,15 @@ def rank_features(config: Config, ranks: Ranks, device: Device) -> RankFeatures:
     if (why := why_not(used)) is not None:
         raise ConfigError(why)
     in_common, memory = _memory(config.shared_memory, used, machines, rows)
-    weights, gradients = (
-        Coding(BITS[one]) if one is not None else None
-        for one in (config.quantized_weights, config.quantized_gradients)
+    weights, gradients = BITS.get(config.quantized_weights or ""), BITS.get(config.quantized_gradients or "")
+    return RankFeatures(
+        min(row[0] for row in rows),
+        None if weights is None else Coding(weights),
+        None if gradients is None else Coding(gradients, config.error_feedback),
+        near,
+        in_common,
+        memory,
     )
-    return RankFeatures(min(row[0] for row in rows), weights, gradients, near, in_common, memory)
 
 
 def _check_same(config: Config, ranks: Ranks) -> None:

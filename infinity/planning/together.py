@@ -22,6 +22,7 @@ class Feature(enum.Enum):
     ONE_BIT = "`OneBitAdam`"
     QUANTIZED_WEIGHTS = "`quantized_weights`"
     QUANTIZED_GRADIENTS = "`quantized_gradients`"
+    ERROR_FEEDBACK = "`error_feedback`"
     SECONDARY_SHARD = "`secondary_shard`"
     SHARED_MEMORY = "`shared_memory`"
     EXPERT_PARALLEL = "`expert_parallel`"
@@ -32,6 +33,7 @@ class Feature(enum.Enum):
     MACHINES = "several machines"
     ACCELERATOR = "an accelerator"
     FP32 = '`dtype="fp32"`'
+    FP16 = '`dtype="fp16"`'
     EARLY_STAGE = "`stage=1`, `stage=2`"
     WHOLE_EXPERTS = '`experts="whole"`'
 
@@ -63,6 +65,13 @@ REFUSED: Mapping[tuple[Feature, Feature], str] = MappingProxyType(
         (Feature.SHARED_MEMORY, Feature.EXPERT_PARALLEL): (
             "ranks that have other experts have other units, and no memory in common; leave one of the two "
             "out"
+        ),
+        (Feature.ERROR_FEEDBACK, Feature.FP16): (
+            "a step that GradScaler leaves out would leave errors of gradients behind that no step has used; use "
+            'dtype="bf16", or leave it out'
+        ),
+        (Feature.ERROR_FEEDBACK, Feature.EXPERT_PARALLEL): (
+            "no errors are kept of experts that ranks divide; leave one of the two out"
         ),
         (Feature.EXPERT_PARALLEL, Feature.WHOLE_EXPERTS): (
             "ranks divide experts that are built one by one, and this builds each stack as one parameter; "
@@ -106,12 +115,14 @@ def features_of(given: Any) -> dict[Feature, str]:
     asked: dict[Feature, tuple[str, bool]] = {
         Feature.QUANTIZED_WEIGHTS: ("quantized_weights", given.quantized_weights is not None),
         Feature.QUANTIZED_GRADIENTS: ("quantized_gradients", given.quantized_gradients is not None),
+        Feature.ERROR_FEEDBACK: ("error_feedback", given.error_feedback),
         Feature.SECONDARY_SHARD: ("secondary_shard", given.secondary_shard is not None),
         Feature.SHARED_MEMORY: ("shared_memory", given.shared_memory is True),
         Feature.EXPERT_PARALLEL: ("expert_parallel", given.expert_parallel > 1),
         Feature.SEQUENCE_PARALLEL: ("sequence_parallel", given.sequence_parallel > 1),
         Feature.BUCKETS: ("gather_bucket", True),
         Feature.FP32: ("dtype", given.dtype == "fp32"),
+        Feature.FP16: ("dtype", given.dtype == "fp16"),
         Feature.EARLY_STAGE: ("stage", given.stage < 3),
         Feature.WHOLE_EXPERTS: ("experts", given.experts == "whole"),
     }

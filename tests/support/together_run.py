@@ -24,6 +24,7 @@ FIELDS = {
     Feature.EARLY_STAGE: {"stage": 1},
     Feature.QUANTIZED_WEIGHTS: {"quantized_weights": "int8"},
     Feature.QUANTIZED_GRADIENTS: {"quantized_gradients": "int4"},
+    Feature.ERROR_FEEDBACK: {"error_feedback": True, "quantized_gradients": "int4"},
     Feature.EXPERT_PARALLEL: {"expert_parallel": 2},
     Feature.FP32: {"dtype": "fp32"},
     Feature.WHOLE_EXPERTS: {"experts": "whole"},
