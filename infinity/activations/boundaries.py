@@ -34,7 +34,7 @@ import torch
 from torch.autograd import function as functions_of_users
 from torch.utils import checkpoint
 
-from infinity.activations.passes import ELEMENT_NBYTES, FIELD, LoadPass, SavePass
+from infinity.lane.whole_records import ACTIVATION, ELEMENT_NBYTES, LoadPass, SavePass
 from infinity.device.device import Device
 from infinity.errors import HostMemoryError
 from infinity.lane.base import Pass
@@ -133,7 +133,7 @@ class Boundary:
                 "offload_activations."
             )
         self._record = every.new_record(repr(self), self._nbytes)
-        self._record.add(FIELD, every.nvme)
+        self._record.add(ACTIVATION, every.nvme)
         every.write(self, self._record, flattened(self._tensor))
 
     def sent(self, job: SavePass) -> None:
@@ -374,7 +374,7 @@ class Boundaries:
         del flat
 
         def over() -> None:
-            record.drop(FIELD)
+            record.drop(ACTIVATION)
             while memory:
                 self.device.leaving(memory[-1])
                 memory.pop()

@@ -107,10 +107,11 @@ class Config:
         so do large buffers. Results are the same; for Linux, and where the CPU computes. None: where all
         ranks are on one machine, with stage=3 and nothing that excludes it; the log and `infinity.stats` say
         so, or why not.
-    secondary_shard: each rank keeps a second part of the 16-bit weights in host_memory, of as many parts as
-        its machine has ranks ("machine"), or of so many as this says, which its neighbours among the ranks
-        have: from the first use of a step on they assemble layers from these (ZeRO++'s hpZ), and weights
-        cross between machines once per step. Results are the same. For stage=3. None: no second part.
+    secondary_shard: each rank keeps a second part of the 16-bit weights, of as many parts as its machine has
+        ranks ("machine"), or of so many as this says, which its neighbours among the ranks have: from the
+        first use of a step on they assemble layers from these (ZeRO++'s hpZ), and weights cross between
+        machines once per step. Parts lie in host_memory, and on NVMe where that has no room. Results are the
+        same. For stage=3. None: no second part.
     timeout_s: seconds that a rank waits for the others before it fails, and names those that are missing.
     sequence_parallel: ranks that share each sequence (Ulysses; see infinity.sequence_parallel), for models of
         transformers: 4 of 8 ranks train two sequences at once, each on a quarter of its tokens. All ranks

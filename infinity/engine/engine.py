@@ -314,7 +314,9 @@ class Engine:
         self.budget = divide(self.budget.total_nbytes, largest, self.schema, on_device=self._on_device)
         self.kept.resize(self.budget.kept_nbytes)
         if self.partition is not None:
-            self.partition.keep_second_parts(self.host_store, self.least_total)
+            tile_numel, verify = self.budget.tile_numel, str(self.config.verify)
+            record_of = partial(Record, tile_numel=tile_numel, traffic=self.traffic, verify=verify)
+            self.partition.keep_second_parts(self.host_store, self.least_total, self.nvme_store, record_of)
         self.tier = self._open_device_tier(largest)
         ahead = self.tier.budget.window_nbytes if self.tier is not None else self.budget.ahead_nbytes
         if whole := self.config.stage < 3:

@@ -31,7 +31,7 @@ from infinity.planning.queue import Job
 from infinity.ranks.group import Ranks
 from infinity.records.record import Record
 from infinity.sizes import format_size
-from infinity.storage.store import HostStore
+from infinity.storage.store import HostStore, Store
 from infinity.timeline import Timeline
 from infinity.units.machine_buffers import share_buffers
 from infinity.units.machine_units import MachineUnits, open_machine_units
@@ -117,14 +117,20 @@ class Partition:
         if self._buckets.in_common:
             self._machine = open_machine_units(self.ranks, self._units, blocks, timeout_s)
 
-    def keep_second_parts(self, store: HostStore, least_total: Callable[..., int]) -> None:
-        """Make room for the secondary shards, where there are some. store: has their memory; least_total: see
-        SecondaryBuckets.open.
+    def keep_second_parts(
+        self,
+        store: HostStore,
+        least_total: Callable[..., int],
+        nvme: Store | None,
+        record_of: Callable[..., Record],
+    ) -> None:
+        """Make room for second parts, where there are some. store: has memory; nvme: keeps, in records that
+        `record_of` makes, what that has no room for; least_total: see SecondaryBuckets.open.
 
-        Raises: HostMemoryError.
+        Raises: HostMemoryError; aio.StorageFullError.
         """
         if self._secondary is not None:
-            self._secondary.open(self._units, self.ranks, store, least_total)
+            self._secondary.open(self._units, self.ranks, store, least_total, nvme, record_of)
 
     def share_buffers(self, modules: Iterable[tuple[str, nn.Module]], timeout_s: float) -> None:
         """Have large buffers that are the same on all ranks once, where these have memory in common."""

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from types import MappingProxyType
 
 from infinity.errors import HostMemoryError
@@ -21,6 +22,7 @@ from infinity.planning.budget import Budget, divide, least_budget, least_that, s
 from infinity.planning.exchange import Exchanges, Links
 from infinity.planning.forecast import EngineLimits, Moves
 from infinity.planning.layout import RecordSchema, lay_out
+from infinity.planning.offloaded import offloaded_nbytes
 from infinity.planning.outline import Act, Outline, Stage, trace_of
 from infinity.planning.placement import (
     Candidate,
@@ -154,7 +156,9 @@ class _Sizes:
     holders: tuple[int, ...]
     """Ranks that have shares of each unit."""
     second: tuple[int, ...]
-    """Bytes of this rank's second part of each unit, in host memory; 0 without those."""
+    """Bytes of this rank's second part of each unit, in host memory."""
+    stored: tuple[int, ...]
+    """Likewise, of those on NVMe."""
     workers: tuple[int, ...]
     """Bytes of the momenta and errors that this rank has of each unit, beside its state, for 1-bit Adam."""
 
@@ -192,6 +196,7 @@ def _sizes(outline: Outline, setting: Setting) -> _Sizes:
         tuple(part.share for part in outline.parts),
         holders,
         tuple(of.second_nbytes(one) for of, one in zip(ranks, nbytes, strict=True)),
+        (0,) * len(nbytes),
         tuple(of.worker_nbytes(one) for of, one in zip(ranks, workers, strict=True)),
     )
 
@@ -213,10 +218,9 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     sizes = _sizes(outline, setting)
     least = least_host_nbytes(outline, setting)
     if setting.host_nbytes < least and setting.nvme:
-        second = f", and second parts {format_size(sum(sizes.second))} on each rank" * any(sizes.second)
         raise HostMemoryError(
             f"host_memory={format_size(setting.host_nbytes)} cannot work: moving records needs at least "
-            f"{format_size(least)} on each machine with {setting.local_ranks} ranks{second}. Give more; a few "
+            f"{format_size(least)} on each machine with {setting.local_ranks} ranks. Give more; a few "
             "hundred MiB is fast."
         )
     on_gpu = setting.device_nbytes is not None
@@ -227,6 +231,7 @@ def demand(outline: Outline, setting: Setting) -> Demand:
             f"{format_size(least)}; or plan with NVMe."
         )
     budget = divide(setting.rank_host_nbytes, max(sizes.resident), sizes.schema, on_device=on_gpu)
+    sizes = _with_stored(sizes, budget) if setting.nvme else sizes
     budget = replace(budget, total_nbytes=budget.total_nbytes - sum(sizes.second))
     window = budget.ahead_nbytes if setting.device_nbytes is None else setting.device_nbytes
     script = outline.script(micro_batches=setting.micro_batches)
@@ -252,7 +257,7 @@ def demand(outline: Outline, setting: Setting) -> Demand:
         tiers = InputTiers(max(room, 0), setting.nvme)
         width = sizes.schema.width
         used = usage(outline.activations, setting.method, width, gpu=on_gpu, tiers=tiers)
-    offloaded = _offloaded(used, setting, room)
+    offloaded = offloaded_nbytes(used, setting, room)
     in_place = [_in_place(unit, setting, placement) for unit in range(len(sizes.numels))]
     in_use = [_in_use(stage, sizes, in_place) for stage in outline.stages]
     gradients_there = _stored_gradients(outline, sizes, setting, in_first)
@@ -288,10 +293,8 @@ def least_host_nbytes(outline: Outline, setting: Setting) -> int:
     moves records at all, without it (to the MiB for each rank) what holds all state and a step's gradients.
     """
     sizes, on_gpu = _sizes(outline, setting), setting.device_nbytes is not None
-    if setting.nvme and not any(sizes.second):
-        return setting.local_ranks * least_budget(sizes.schema)
     if setting.nvme:
-        return setting.local_ranks * least_that(partial(_keeps_second, sizes), sizes.schema)
+        return setting.local_ranks * least_budget(sizes.schema)
     return setting.local_ranks * least_that(partial(_holds, sizes, on_gpu=on_gpu), sizes.schema)
 
 
@@ -309,9 +312,15 @@ def _holds(sizes: _Sizes, total_nbytes: int, *, on_gpu: bool) -> bool:
     return weights <= building.kept_nbytes and needed <= training.kept_nbytes
 
 
-def _keeps_second(sizes: _Sizes, total_nbytes: int) -> bool:
-    """Whether a host_memory has room for second parts, with NVMe for all else."""
-    return sum(sizes.second) <= divide(total_nbytes, max(sizes.resident), sizes.schema).kept_nbytes
+def _with_stored(sizes: _Sizes, budget: Budget) -> _Sizes:
+    """Return the sizes with those second parts on NVMe that host memory has no room for, the last ones."""
+    fit = sum(total <= budget.kept_nbytes for total in accumulate(sizes.second))
+    nothing = (0,) * len(sizes.second)
+    return replace(
+        sizes,
+        second=sizes.second[:fit] + nothing[fit:],
+        stored=nothing[:fit] + sizes.second[fit:],
+    )
 
 
 # What is pinned
@@ -474,6 +483,7 @@ def _moves(
             waiting_nbytes=0 if in_place else sizes.resident[unit],
             gathered_nbytes=gathered.nbytes,
             again_nbytes=again.nbytes if again is not None else None,
+            second_nbytes=sizes.stored[unit],
             reduced_nbytes=reduced.nbytes,
             coded=_is_coded(sizes, setting, unit),
             in_place=in_place,
@@ -520,7 +530,9 @@ def _moved(
             continue
         starts_there = used_last.get(unit) == "B" and not _is_coded(sizes, setting, unit)
         again = setting.update == "backward" and trainable and not starts_there
-        if sizes.second[unit]:  # which are what further uses assemble it from
+        if sizes.second[unit] + sizes.stored[unit]:  # which are what further uses assemble it from
+            moved["second", "read"] += sizes.stored[unit] * max(fetches - 1, 0)
+            moved["second", "written"] += sizes.stored[unit] if trainable else 0
             fetches = min(fetches, 1)
         for name in sizes.schema.fields:
             if (unit, name) in placement or not (trainable or name == "hi"):
@@ -542,7 +554,8 @@ def _stored(sizes: _Sizes, setting: Setting, budget: Budget) -> int:
     if not setting.nvme:
         return 0
     generations = 2 if setting.durable or setting.speculate else 1
-    return generations * (sizes.fields(sizes.schema.fields, budget.tile_numel) + sum(sizes.workers))
+    of_records = sizes.fields(sizes.schema.fields, budget.tile_numel) + sum(sizes.workers)
+    return generations * of_records + sum(sizes.stored)
 
 
 def _stored_gradients(outline: Outline, sizes: _Sizes, setting: Setting, spills: Spills) -> int:
@@ -553,25 +566,6 @@ def _stored_gradients(outline: Outline, sizes: _Sizes, setting: Setting, spills:
         wide += 4  # from the second on sums are kept in fp32, beside the first's place
     in_turn = {unit for unit, part in enumerate(outline.parts) if part.idle and setting.update == "forward"}
     return sum(wide * sizes.numels[unit] for unit in {*spills, *in_turn})  # each has its turn
-
-
-def _offloaded(used: Usage | None, setting: Setting, room_nbytes: int) -> int:
-    """Return the bytes of activations that find no room in host memory, and go to NVMe; the newest stays.
-
-    Raises: HostMemoryError where there is no NVMe.
-    """
-    if used is None or setting.method.activation_nbytes is not None:
-        return used.on_nvme_nbytes if used is not None else 0
-    leaving = used.leaving_nbytes
-    nbytes = leaving if setting.method.offload == "nvme" else max(0, leaving - room_nbytes)
-    if nbytes and not setting.nvme:
-        raise HostMemoryError(
-            f'offload_activations="host": {format_size(leaving)} of activations on each rank, and '
-            f"host_memory={format_size(setting.host_nbytes)} leaves "
-            f"{format_size(max(0, room_nbytes))} for them. Give "
-            f"{format_size(setting.local_ranks * nbytes)} more, or plan with NVMe."
-        )
-    return nbytes
 
 
 def _kept_gradients(sizes: _Sizes, setting: Setting, spills: Spills) -> int:

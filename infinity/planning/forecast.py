@@ -59,9 +59,11 @@ class Moves:
     gathered_nbytes: int = 0
     """What other ranks send when it is gathered."""
     again_nbytes: int | None = None
-    """What neighbours send when it is assembled once more with the same values, of which nothing is read; None
-    where that goes as the first time.
+    """What neighbours send when it is assembled once more with the same values, of whose record nothing is read;
+    None where that goes as the first time.
     """
+    second_nbytes: int = 0
+    """Of its second part, where that is on NVMe: written when it is assembled first, read when it is again."""
     reduced_nbytes: int = 0
     """What they send when its gradient is reduced."""
     coded: bool = False
@@ -343,10 +345,12 @@ class _Walk(Residency[_Unit, SimulatedPass]):
             unit.pending = False
             rest = moves.state_nbytes
             read = rest + moves.spilled_nbytes + (0 if moves.derived else moves.hi_nbytes)
-            job = self._pass(unit, read, moves.hi_nbytes + rest, moves.numel, unit.left, uploads=True)
+            written = moves.hi_nbytes + rest + moves.second_nbytes
+            job = self._pass(unit, read, written, moves.numel, unit.left, uploads=True)
         else:
             again = unit.assembled and moves.again_nbytes is not None
-            job = self._pass(unit, 0 if again else moves.hi_nbytes, 0, 0, uploads=True)
+            read, written = (moves.second_nbytes, 0) if again else (moves.hi_nbytes, moves.second_nbytes)
+            job = self._pass(unit, read, written, 0, uploads=True)
             sent = moves.again_nbytes if again else sent
         unit.assembled = True
         fetch = self._gathered(job, sent) if sent else job

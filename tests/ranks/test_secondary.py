@@ -13,6 +13,8 @@ from infinity.ranks.machines import LOCAL_SIZE
 from launches import forked, python_of_ranks
 from places import SUPPORT
 
+STORED = ["stored", "stored, one by one", "stored, qwZ", "stored, backward", "stored, fp32"]
+"""Cases whose second parts lie on NVMe."""
 EVERY = [
     "llama",
     "layers",
@@ -35,6 +37,7 @@ EVERY = [
     "chosen, checkpointed",
     "fp32",
     "fp32 beside qgZ",
+    *STORED,
 ]
 """Cases that are compared with a training without second parts."""
 ONCE = ["llama", "nvme", "accumulated", "no_sync", "max_norm", "blocks", "one by one", "reentrant", "fp32"]
@@ -83,6 +86,9 @@ def test_every_path_of_a_training_has_the_bits_of_one_without_second_parts(tmp_p
     for one in given:
         for case in ONCE:
             assert_crosses_once(one[case])
+        for case in STORED:
+            assert one[case]["stored"] > 0, "host memory had no room for them"
+        assert_crosses_once(one["stored"])
         frozen = one["frozen"]
         assert frozen["a step"][0] == frozen["trained"] < frozen["weights"], (
             "frozen ones crossed in the first"
