@@ -138,6 +138,8 @@ class StoredParts:
         self._lane, self._device, self._outgoing_share = lane, device, outgoing_share
         self._store, self._record_of = store, record_of
         self._filling: deque[tuple[StoredPart, Job]] = deque()
+        self._saving: deque[tuple[Job, int]] = deque()
+        """Passes that write parts, the oldest first, and their bytes."""
 
     def new(self, unit: Unit, numel: int, number: int) -> StoredPart:
         """Make room for a part of `numel` elements of a unit. Raises: aio.StorageFullError."""
@@ -147,11 +149,14 @@ class StoredParts:
         return StoredPart(self, record, unit, numel, number)
 
     def place_for(self, numel: int, dtype: torch.dtype, number: int, blocks: int = 0) -> PartPlace:
-        """Return memory for a part, as soon as the outgoing share has room. blocks: elements of 16 bits that
-        are read at once, where these are more.
+        """Return memory for a part, once those that are being written leave it some of the outgoing share. blocks:
+        elements of 16 bits that are read at once, where these are more.
         """
         nbytes = max(numel * dtype.itemsize, ELEMENT_NBYTES * blocks)
-        lease = self._outgoing_share.lease(nbytes)
+        most = self._outgoing_share.ledger.limit_nbytes // 4
+        while self._saving and sum(size for _, size in self._saving) + nbytes > most:
+            self._outgoing_share.stall(self._saving.popleft()[0])
+        lease = self._outgoing_share.lease_anyway(nbytes)
         memory = self._outgoing_share.buffers.take(nbytes, torch.uint8)
         return PartPlace(memory[: numel * dtype.itemsize].view(dtype), number, lease)
 
@@ -169,7 +174,9 @@ class StoredParts:
         """Write a part, which `job` has filled."""
         saving = SavePass(record, place.flat, job, record.tile_numel, place.let_go, SECOND)
         self._lane.submit(saving)
-        self._outgoing_share.sent(saving)
+        while self._saving and self._saving[0][0].done:
+            self._saving.popleft()
+        self._saving.append((saving, place.flat.nbytes))
 
     def load(
         self, record: Record, numel: int, dtype: torch.dtype, number: int

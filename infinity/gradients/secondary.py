@@ -18,6 +18,7 @@ Of weights that are sent coded the parts are what has been decoded: exactly what
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -196,9 +197,8 @@ class SecondaryBuckets(GatherBuckets):
         """
         units = [unit for unit in units if unit.resident_nbytes]
         sizes = [round_up(unit.resident_nbytes // self.near, _ALIGN) for unit in units]
-        free, fit = store.ledger.free_nbytes, len(units)
-        while fit and sum(sizes[:fit]) > free:
-            fit -= 1
+        free = store.ledger.free_nbytes
+        fit = sum(total <= free for total in accumulate(sizes))
         if fit < len(units) and nvme is None:
             works, ledger = least_total(more_nbytes=sum(sizes)), store.ledger
             raise HostMemoryError(

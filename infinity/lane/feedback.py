@@ -9,8 +9,8 @@ import torch
 from infinity.lane.base import Pass
 from infinity.lane.passes import clear, piece_address
 from infinity.planning.layout import FlatLayout, pieces, tiles
+from infinity.records.one_bit import floats
 from infinity.records.record import Record
-from infinity.storage.memory import view
 
 
 class FeedbackPass(Pass):
@@ -58,7 +58,7 @@ class FeedbackPass(Pass):
             if piece.index not in self._indices:
                 continue
             at = piece_address(self.record, addresses[self._name], piece.start, start, self._name)
-            errors = torch.frombuffer(view(at, 4 * piece.numel), dtype=torch.float32)
+            errors = floats(at, piece.numel)
             gradient = self._gradients[piece.start : piece.start + piece.numel]
             gradient += errors
             left = gradient - self._as_sent(gradient)
