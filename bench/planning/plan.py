@@ -171,11 +171,15 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     sent = "in which ranks send them, as Config(quantized_%s=...)"
     add("--quantized-weights", choices=("int8",), help=f"the type {sent % 'weights'}")
     add("--quantized-gradients", choices=tuple(BITS), help=f"the type {sent % 'gradients'}")
-    parts = 'neighbours that keep second parts of weights, as Config(secondary_shard=...): "machine" or a number'
+    parts = (
+        'neighbours that keep second parts of weights, as Config(secondary_shard=...): "machine" or a number'
+    )
     add("--secondary-shard", type=_second, metavar="N", help=parts)
     common = "the ranks of each machine have memory in common, as Config(shared_memory=True)"
     add("--shared-memory", action="store_true", help=common)
-    add("--one-bit", action="store_true", help="ranks send momenta at one bit, as OneBitAdam after its freeze")
+    add(
+        "--one-bit", action="store_true", help="ranks send momenta at one bit, as OneBitAdam after its freeze"
+    )
     add(
         "--host-memory",
         type=some_size,

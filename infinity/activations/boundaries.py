@@ -34,12 +34,12 @@ import torch
 from torch.autograd import function as functions_of_users
 from torch.utils import checkpoint
 
-from infinity.lane.whole_records import ACTIVATION, ELEMENT_NBYTES, LoadPass, SavePass
 from infinity.device.device import Device
 from infinity.errors import HostMemoryError
 from infinity.lane.base import Pass
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Lease, OutgoingShare
+from infinity.lane.whole_records import ACTIVATION, ELEMENT_NBYTES, LoadPass, SavePass
 from infinity.planning.layout import lay_out
 from infinity.records.record import Record, Traffic
 from infinity.sizes import BLOCK, format_size

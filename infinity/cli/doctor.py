@@ -350,7 +350,9 @@ def _machine() -> Iterator[Finding]:
     yield Finding("memory", f"{found}; host_memory is {format_size(available // 2)} by default")
     shares, limit = "share no memory here", why_no_room()
     if has_nameless_memory():
-        shares = f"share memory only if asked to: {limit}" if limit else "share memory, where the CPU computes"
+        shares = (
+            f"share memory only if asked to: {limit}" if limit else "share memory, where the CPU computes"
+        )
     yield Finding("several ranks", shares)
     gpus = _gpus()
     torch = _torch(gpus)

@@ -314,7 +314,9 @@ class Run:
         if self.before is not None and self.after is not None and self.after.ranks > 1 and self.steps:
             done, steps = self.after.since(self.before), 1e6 * len(self.steps)
             moved = {kind: f"{nbytes / steps:,.1f} MB" for kind, nbytes in done.exchanged_nbytes.items()}
-            shared = f" ({done.shared_nbytes / steps:,.1f} MB in memory they share)" if done.shared_nbytes else ""
+            shared = (
+                f" ({done.shared_nbytes / steps:,.1f} MB in memory they share)" if done.shared_nbytes else ""
+            )
             said = f"units {moved['gather']}{shared}, gradients {moved['reduce']}"
             rows.append(("exchanged by ranks per step", said))
         return rows

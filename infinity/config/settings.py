@@ -13,10 +13,10 @@ from typing import Any
 
 from infinity.config.buckets import DEFAULT, bucket_nbytes
 from infinity.config.secondary import check_secondary
-from infinity.planning.together import Feature, features_of, why_not
 from infinity.deprecation import warn_deprecated
 from infinity.errors import ConfigError, meant
 from infinity.planning.layout import RecordSchema
+from infinity.planning.together import Feature, features_of, why_not
 from infinity.sizes import format_size, parse_size
 
 _DTYPES = {
@@ -100,8 +100,8 @@ class Config:
     quantized_gradients: "int8" or "int4": gradients are sent so to the ranks that sum them, in fp32 (qgZ):
         about half, or a quarter, of the bytes of 16-bit ones. Of several machines the sums of each are sent
         on so, too. None: in their own type.
-    error_feedback: with quantized_gradients: what codes leave out of a rank's gradients is added to those that it
-        sends next. The errors take 4 bytes per parameter on each rank, and lie where the state lies.
+    error_feedback: with quantized_gradients: what codes leave out of a rank's gradients is added to those
+        that it sends next. The errors take 4 bytes per parameter on each rank, and lie where the state lies.
     shared_memory: whether the ranks of one machine have memory in common: each brings its share of a layer to
         where all see it, so that weights in use exist once there, and none are sent within the machine; and
         so do large buffers. Results are the same; for Linux, and where the CPU computes. None: where all
@@ -213,6 +213,7 @@ class Config:
         object.__setattr__(self, "verify", _verify(self.verify))
         object.__setattr__(self, "durable_steps", _durable_steps(self.durable))
         self._check_choices()
+        self._check_features()
         self._check_tiers()
         self._check_device()
 
@@ -251,17 +252,19 @@ class Config:
             size = getattr(self, name)
             if type(size) is not int or size < 1:
                 raise ConfigError(f"{name}={size!r}: expected a number of ranks, 1 or more")
-        if type(self.error_feedback) is not bool:
-            raise ConfigError(f"error_feedback={self.error_feedback!r}: expected True or False")
-        if self.error_feedback and self.quantized_gradients is None:
-            raise ConfigError(
-                "error_feedback=True without quantized_gradients: gradients are sent as they are, and nothing of "
-                'them is left out; give quantized_gradients="int8" or "int4"'
-            )
-        if self.shared_memory is not None and type(self.shared_memory) is not bool:
-            raise ConfigError(f"shared_memory={self.shared_memory!r}: expected True, False or None")
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"timeout_s={self.timeout_s!r}: expected a number of seconds above 0")
+
+    def _check_features(self) -> None:
+        if type(self.error_feedback) is not bool:
+            raise ConfigError(f"error_feedback={self.error_feedback!r}: expected True or False")
+        if self.shared_memory is not None and type(self.shared_memory) is not bool:
+            raise ConfigError(f"shared_memory={self.shared_memory!r}: expected True, False or None")
+        if self.error_feedback and self.quantized_gradients is None:
+            raise ConfigError(
+                "error_feedback=True without quantized_gradients: gradients are sent as they are, and nothing "
+                'is left out of them; give quantized_gradients="int8" or "int4"'
+            )
         if (why := why_not(features_of(self))) is not None:
             raise ConfigError(why)
 

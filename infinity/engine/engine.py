@@ -314,9 +314,7 @@ class Engine:
         self.budget = divide(self.budget.total_nbytes, largest, self.schema, on_device=self._on_device)
         self.kept.resize(self.budget.kept_nbytes)
         if self.partition is not None:
-            tile_numel, verify = self.budget.tile_numel, str(self.config.verify)
-            record_of = partial(Record, tile_numel=tile_numel, traffic=self.traffic, verify=verify)
-            self.partition.keep_second_parts(self.host_store, self.least_total, self.nvme_store, record_of)
+            self._keep_second_parts(self.partition)
         self.tier = self._open_device_tier(largest)
         ahead = self.tier.budget.window_nbytes if self.tier is not None else self.budget.ahead_nbytes
         if whole := self.config.stage < 3:
@@ -351,6 +349,11 @@ class Engine:
             self.durable.open(self.units, self.lane, self.residency.flush, cut)
         logger.info("%d units, %s; %s", len(self.units), self.config, self.budget)
         return of_record
+
+    def _keep_second_parts(self, partition: Partition) -> None:
+        tile_numel, verify = self.budget.tile_numel, str(self.config.verify)
+        record_of = partial(Record, tile_numel=tile_numel, traffic=self.traffic, verify=verify)
+        partition.keep_second_parts(self.host_store, self.least_total, self.nvme_store, record_of)
 
     def _open_pins(self) -> None:
         """Let a placement decide where fields lie, if there is more than one place for them."""

@@ -1,8 +1,8 @@
 """What the ranks of an engine do together: decided once, when they have met, and alike on all of them.
 
-Which features go together is said in planning/together.py. What is decided here besides is what a setting comes
-to on the ranks and machines that there are: it may have nothing to do, which is said, or need something that
-is not there.
+Which features go together is said in planning/together.py. What is decided here besides is what a setting
+comes to on the ranks and machines that there are: it may have nothing to do, which is said, or need something
+that is not there.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from infinity.config.sequence_ranks import check_expert_ranks, check_sequences
 from infinity.config.settings import Config
-from infinity.planning.together import Feature, excluded, features_of, said, why_not
 from infinity.device.device import Device
 from infinity.engine.secondary_ranks import neighbours_of
 from infinity.errors import ConfigError
 from infinity.gradients.coding import Coding
 from infinity.planning.coded import BITS
+from infinity.planning.together import Feature, excluded, features_of, said, why_not
 from infinity.ranks.group import Ranks
 from infinity.ranks.machines import grid_of, this_machine
 from infinity.ranks.shared_memory import has_nameless_memory, place_number, why_no_room
@@ -73,7 +73,7 @@ def rank_features(config: Config, ranks: Ranks, device: Device) -> RankFeatures:
         used[Feature.ACCELERATOR] = f"device={ranks.device!r}"
     if (why := why_not(used)) is not None:
         raise ConfigError(why)
-    in_common, memory = _memory(config.shared_memory, used, machines, rows)
+    in_common, memory = _memory(config, used, machines, rows)
     weights, gradients = BITS.get(config.quantized_weights or ""), BITS.get(config.quantized_gradients or "")
     return RankFeatures(
         min(row[0] for row in rows),
@@ -109,7 +109,7 @@ def _say_what_one_does_not(config: Config) -> None:
 
 
 def _memory(
-    asked: bool | None,
+    config: Config,
     used: Mapping[Feature, str],
     machines: Sequence[int],
     rows: Sequence[Sequence[int]],
@@ -119,6 +119,7 @@ def _memory(
 
     Raises: ConfigError where it is asked for, and there can be none.
     """
+    asked = config.shared_memory
     if asked is False:
         return False, "shared_memory=False"
     if asked:
@@ -146,7 +147,7 @@ def _asked_for(machines: Sequence[int], rows: Sequence[Sequence[int]]) -> bool:
         return False
     if len({*machines}) > 1 and grid_of(machines) is None:
         raise ConfigError(
-            f"shared_memory=True for {len(machines)} ranks on several machines (ranks on the machine of each: "
+            f"shared_memory=True, {len(machines)} ranks on several machines (ranks on the machine of each: "
             f"{', '.join(map(str, of_each))}): all machines need as many, and theirs one after the other. "
             "Leave it out, or give Init a process_group of such ranks"
         )

@@ -44,8 +44,8 @@ class GatherBuckets:
     ) -> None:
         """Begin without one. bucket_nbytes: the most bytes of several units; outgoing_share: has the memory
         in which they are put together, where the CPU computes. coding: by which their shares are sent; None:
-        as they are. in_common: whether all ranks of a machine see where each brings its share, so that none is
-        sent within it.
+        as they are. in_common: whether all ranks of a machine see where each brings its share, so that none
+        is sent within it.
         """
         self._lane, self._device, self._outgoing_share = lane, device, outgoing_share
         self.coding, self.in_common = coding, in_common

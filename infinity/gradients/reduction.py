@@ -322,7 +322,9 @@ class Reduction:
         taken_nbytes = room.take_all(parts, f"{names}: a reduction") if room is not None else 0
         on_host = self._device.is_host
         place = self._device.torch_device
-        sent = self._buffers.take(numel, of_sent) if on_host else torch.zeros(numel, dtype=dtype, device=place)
+        sent = (
+            self._buffers.take(numel, of_sent) if on_host else torch.zeros(numel, dtype=dtype, device=place)
+        )
         if not on_host:
             self._device.allocated(sent)
         rows, start = sent.view(size, sum(shares)), 0
@@ -403,6 +405,10 @@ class Reduction:
             nbytes += more
         self.reduce(bucket, into)
         self._add_means(into, wait=True)
+
+
+def _zeros(device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def _on_device(device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:

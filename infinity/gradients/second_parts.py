@@ -3,10 +3,10 @@
 [Note: second parts on NVMe]
 A part that comes is put into a buffer, which takes its bytes of the outgoing share, by the collective that
 assembles its unit. When that is over, the thread that computes queues the pass that writes it, as it comes by
-for the next unit: a pass that waited for the collective would hold slots that the fetches before it need. Until
-it is written it is sent from its buffer; from then on it is read to another one first. A part of which the
-values have changed before it was written is not written. It is a record of its own, with a hash, and belongs
-to no commit: a run that goes on begins without second parts.
+for the next unit: a pass that waited for the collective would hold slots that the fetches before it need.
+Until it is written it is sent from its buffer; from then on it is read to another one first. A part of which
+the values have changed before it was written is not written. It is a record of its own, with a hash, and
+belongs to no commit: a run that goes on begins without second parts.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class SecondPart(Protocol):
         """Note the collective that puts them there."""
 
     def read(self) -> tuple[Job | None, PartPlace]:
-        """Return what is done when the part is in memory, and where; None where it is, or is put there by what
-        was queued before.
+        """Return what is done when the part is in memory, and where; None where it is, or is put there by
+        what was queued before.
         """
 
 
@@ -149,8 +149,8 @@ class StoredParts:
         return StoredPart(self, record, unit, numel, number)
 
     def place_for(self, numel: int, dtype: torch.dtype, number: int, blocks: int = 0) -> PartPlace:
-        """Return memory for a part, once those that are being written leave it some of the outgoing share. blocks:
-        elements of 16 bits that are read at once, where these are more.
+        """Return memory for a part, once those that are being written leave it some of the outgoing share.
+        blocks: elements of 16 bits that are read at once, where these are more.
         """
         nbytes = max(numel * dtype.itemsize, ELEMENT_NBYTES * blocks)
         most = self._outgoing_share.ledger.limit_nbytes // 4
@@ -178,9 +178,7 @@ class StoredParts:
             self._saving.popleft()
         self._saving.append((saving, place.flat.nbytes))
 
-    def load(
-        self, record: Record, numel: int, dtype: torch.dtype, number: int
-    ) -> tuple[Job, PartPlace]:
+    def load(self, record: Record, numel: int, dtype: torch.dtype, number: int) -> tuple[Job, PartPlace]:
         """Begin to read a part; return the pass, and where it comes to."""
         place = self.place_for(numel, dtype, number, record.shard.numel)
         loading = LoadPass(record, self._device, place.flat, record.tile_numel, SECOND)

@@ -65,7 +65,7 @@ class Keeping(Collective):
     kind = "gather"
 
     def __init__(self, inner: Collective, kept: list[_Filled], lane: StreamLane) -> None:
-        """inner: assembles them; kept: for each, where its part goes, and the memory that it is assembled in."""
+        """inner: assembles them; kept: for each, where its part goes, and the memory that it comes to."""
         super().__init__(inner.what, lane)
         self._inner, self._kept = inner, kept
         self.nbytes, self.count = inner.nbytes, inner.count
@@ -188,9 +188,10 @@ class SecondaryBuckets(GatherBuckets):
         nvme: Store | None,
         record_of: Callable[..., Record],
     ) -> None:
-        """Make room for the parts of the units of a finished model: in `store` as far as that has some, for the
-        first units first, as each is read as often for its bytes; else on NVMe, where there is some, in records
-        that `record_of` makes. least_total: gives the host_memory that has room for so many bytes more.
+        """Make room for the parts of the units of a finished model: in `store` as far as that has some, for
+        the first units first, as each is read as often for its bytes; else on NVMe, where there is some, in
+        records that `record_of` makes. least_total: gives the host_memory that has room for so many bytes
+        more.
 
         Raises: HostMemoryError, with the numbers, where there is no NVMe; aio.StorageFullError where that is
         full.
@@ -205,14 +206,18 @@ class SecondaryBuckets(GatherBuckets):
                 f"secondary_shard: each rank keeps 1/{self.near} of the weights of {len(units)} modules "
                 f"as they compute, {format_size(sum(sizes))}, and host_memory has "
                 f"{format_size(max(ledger.free_nbytes, 0))} of {format_size(ledger.limit_nbytes)} "
-                f"left for that. host_memory={format_size(works)} works; or a folder on NVMe (nvme=...); or leave "
-                "secondary_shard out"
+                f"left for that. host_memory={format_size(works)} works; or a folder on NVMe (nvme=...); or "
+                "leave secondary_shard out"
             )
         self.nbytes, self.stored_nbytes = sum(sizes[:fit]), sum(sizes[fit:])
         if nvme is not None:
             self._stored = StoredParts(self._lane, self._device, self._outgoing_share, nvme, record_of)
         extent = store.allocate(self.nbytes, "secondary_shard") if self.nbytes else None
-        memory, start, number = store.memory(extent) if extent is not None else None, 0, ranks.rank % self.near
+        memory, start, number = (
+            store.memory(extent) if extent is not None else None,
+            0,
+            ranks.rank % self.near,
+        )
         for place, (unit, size) in enumerate(zip(units, sizes, strict=True)):
             numel = unit.layout.numel // self.near
             if place >= fit and self._stored is not None:

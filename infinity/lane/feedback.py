@@ -1,4 +1,4 @@
-"""The pass that adds to a gradient what coding left out of those before it, and notes what it leaves out now."""
+"""The pass that adds to a gradient what coding left out of those before, and notes what it leaves out now."""
 
 from __future__ import annotations
 

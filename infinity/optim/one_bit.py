@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from infinity import kernels
-from infinity.planning.together import Feature, features_of, why_not
 from infinity.engine.engine import Engine
 from infinity.errors import UnsupportedError
 from infinity.gradients.gradient import Form, Gradient
 from infinity.lane.passes import CopyInPass
 from infinity.optim.base import OffloadedOptimizer
+from infinity.planning.together import Feature, features_of, why_not
 from infinity.records.one_bit import FrozenScalars, all_worker_fields, recipe_of, worker_fields
 from infinity.records.update_rules import Recipe
 from infinity.units.optimizer_options import settle

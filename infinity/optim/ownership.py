@@ -179,8 +179,8 @@ class Owning:
         engine.parameters.make_own(list(records), f"{type(self).__name__} trains them")
 
     def _missing(self, parameter: nn.Parameter) -> list[str]:
-        """Return the fields of a parameter's state that its record does not have yet, and of errors that ranks
-        keep of its gradients.
+        """Return the fields of a parameter's state that its record does not have yet, and of errors that
+        ranks keep of its gradients.
         """
         engine = self.mine[id(parameter)].engine
         record = engine.parameters.unit_of(parameter)[0].record

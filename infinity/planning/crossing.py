@@ -113,7 +113,7 @@ def _of_tokens(outline: Outline, setting: Setting) -> float:
 
 
 def _of_weights(outline: Outline, setting: Setting) -> Links:
-    """Each use gathers a unit, from second parts where there are some of its values; each gradient is summed."""
+    """Each use gathers a unit, from second parts where these have its values; each gradient is summed."""
     width = 4 if setting.dtype == "fp32" else 2
     script = outline.script(micro_batches=setting.micro_batches)
     uses = Counter(act.unit for act in script if act.verb == "use")

@@ -530,16 +530,17 @@ def _moved(
             continue
         starts_there = used_last.get(unit) == "B" and not _is_coded(sizes, setting, unit)
         again = setting.update == "backward" and trainable and not starts_there
+        reads = fetches
         if sizes.second[unit] + sizes.stored[unit]:  # which are what further uses assemble it from
             moved["second", "read"] += sizes.stored[unit] * max(fetches - 1, 0)
             moved["second", "written"] += sizes.stored[unit] if trainable else 0
-            fetches = min(fetches, 1)
+            reads = min(fetches, 1)
         for name in sizes.schema.fields:
             if (unit, name) in placement or not (trainable or name == "hi"):
                 continue
             nbytes = sizes.field(unit, name, budget.tile_numel)
             anew = trainable and name in sizes.schema.derived
-            moved[name, "read"] += nbytes * (fetches + again - anew if name == "hi" else 1)
+            moved[name, "read"] += nbytes * (reads + again - anew if name == "hi" else 1)
             moved[name, "written"] += nbytes if trainable else 0
         if sizes.workers[unit] and setting.nvme:
             moved["workers", "read"] += sizes.workers[unit]

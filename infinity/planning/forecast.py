@@ -59,11 +59,11 @@ class Moves:
     gathered_nbytes: int = 0
     """What other ranks send when it is gathered."""
     again_nbytes: int | None = None
-    """What neighbours send when it is assembled once more with the same values, of whose record nothing is read;
-    None where that goes as the first time.
+    """What neighbours send when it is assembled once more with the same values, of whose record nothing is
+    read; None where that goes as the first time.
     """
     second_nbytes: int = 0
-    """Of its second part, where that is on NVMe: written when it is assembled first, read when it is again."""
+    """Of its second part, if that is on NVMe: written when it is assembled first, read when it is again."""
     reduced_nbytes: int = 0
     """What they send when its gradient is reduced."""
     coded: bool = False

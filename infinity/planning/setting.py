@@ -112,13 +112,13 @@ class Setting:
             )
         if self.secondary_shard and self.near(self.data_ranks) % self.secondary_shard:
             raise ConfigError(
-                f"secondary_shard={self.secondary_shard}: {self.near(self.data_ranks)} ranks of a machine share "
-                "a model, of which neighbours keep second parts together: expected a divisor of that"
+                f"secondary_shard={self.secondary_shard}: {self.near(self.data_ranks)} ranks of a machine "
+                "share a model, of which neighbours keep second parts together: expected a divisor of that"
             )
         if self.one_bit and (self.dtype, self.state_dtype) not in (("bf16", "fp32"), ("fp32", "fp32")):
             raise ConfigError(
-                f"one_bit with dtype={self.dtype!r}, state_dtype={self.state_dtype!r}: OneBitAdam has moments in "
-                "fp32, of weights in bf16 or fp32"
+                f"one_bit with dtype={self.dtype!r}, state_dtype={self.state_dtype!r}: OneBitAdam has "
+                "moments in fp32, of weights in bf16 or fp32"
             )
         if (why := why_not(self._features())) is not None:
             raise ConfigError(why)

@@ -67,8 +67,8 @@ REFUSED: Mapping[tuple[Feature, Feature], str] = MappingProxyType(
             "out"
         ),
         (Feature.ERROR_FEEDBACK, Feature.FP16): (
-            "a step that GradScaler leaves out would leave errors of gradients behind that no step has used; use "
-            'dtype="bf16", or leave it out'
+            "a step that GradScaler leaves out would leave errors of gradients behind that no step has used; "
+            'use dtype="bf16", or leave it out'
         ),
         (Feature.ERROR_FEEDBACK, Feature.EXPERT_PARALLEL): (
             "no errors are kept of experts that ranks divide; leave one of the two out"

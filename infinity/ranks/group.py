@@ -533,8 +533,8 @@ class Ranks:
         return RanksError(
             f"rank {self.rank} of {self.size}: {what} failed after {waited_s:.1f} s (timeout "
             f"{timeout_s:.0f} s; {reason or type(error).__name__}). "
-            f"{'; '.join(lines)}{self.waiting.steps_of(missing)}. Look at the output of the ranks named, then "
-            "start again from the last checkpoint; Config(timeout_s=...) sets how long a rank waits."
+            f"{'; '.join(lines)}{self.waiting.steps_of(missing)}. Look at the output of the ranks named, "
+            "then start again from the last checkpoint; Config(timeout_s=...) sets how long a rank waits."
         )
 
     def _ask(self, grace_s: float) -> tuple[dict[int, str], list[int]]:

@@ -216,8 +216,9 @@ def _made(nbytes: int) -> int:
         why = f" ({limit} limits files of this process, those in memory too: raise it)" if limit else ""
         raise OSError(
             error.errno,
-            f"memory that ranks share, of {format_size(nbytes)} ({nbytes} bytes, of which what is in use takes "
-            f"memory), cannot be made: {os.strerror(error.errno)}{why}. Config(shared_memory=False) needs none",
+            f"memory that ranks share, of {format_size(nbytes)} ({nbytes} bytes, of which what is in use "
+            f"takes memory), cannot be made: {os.strerror(error.errno)}{why}. Config(shared_memory=False) "
+            "needs none",
         ) from error
     return descriptor
 

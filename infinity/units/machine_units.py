@@ -223,8 +223,8 @@ class MachinePlace:
                 self._releases.keep(self, generation, sum(map(len, self._brought)))
 
     def give_back(self, generation: int) -> bool:
-        """Give back the memory that this rank has brought shares to, if no rank uses what a fetch has brought;
-        return whether that was so.
+        """Give back the memory that this rank has brought shares to, if no rank uses what a fetch has
+        brought; return whether that was so.
         """
         if self._is_used_again(generation):
             return True

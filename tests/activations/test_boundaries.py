@@ -13,8 +13,8 @@ import infinity
 import models
 from covers import matrix
 from infinity import tiling
-from infinity.lane.whole_records import ACTIVATION
 from infinity.engine.engine import engine_of_model
+from infinity.lane.whole_records import ACTIVATION
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 

@@ -1,5 +1,4 @@
-"""The pass that keeps what coding leaves out. Trusted: Coding, and the record in host memory that it walks over.
-"""
+"""The pass that keeps what coding leaves out. Trusted: Coding, and the record that it walks over."""
 
 import pytest
 import torch

@@ -187,7 +187,7 @@ def test_ranks_send_codes_and_scales_of_weights_and_gradients_and_updates_read_t
         ({"quantized_weights": "int4"}, "quantized_weights='int4': expected 'int8', or None"),
         ({"quantized_gradients": "fp8"}, "quantized_gradients='fp8': expected 'int8' or 'int4'"),
         ({"quantized_gradients": "int8", "device_nbytes": MIB}, "with device_nbytes=1048576: an accelerator"),
-        ({"quantized_weights": "int8", "dtype": "fp32"}, "with dtype=\"fp32\": .* the masters themselves"),
+        ({"quantized_weights": "int8", "dtype": "fp32"}, 'with dtype="fp32": .* the masters themselves'),
     ],
 )
 def test_a_plan_refuses_codes_where_a_run_does(fields, said):

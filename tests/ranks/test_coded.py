@@ -40,7 +40,18 @@ EVERY = [
     "no_sync",
 ]
 """Cases that are compared with the reference."""
-FED = ["llama", "nvme", "backward", "no_sync", "stage 1", "routed", "frozen", "again", "int8 state", "durable"]
+FED = [
+    "llama",
+    "nvme",
+    "backward",
+    "no_sync",
+    "stage 1",
+    "routed",
+    "frozen",
+    "again",
+    "int8 state",
+    "durable",
+]
 """Likewise, with error feedback."""
 
 

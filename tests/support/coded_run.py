@@ -74,7 +74,9 @@ MODELS = {
 }
 
 
-def in_one_process(name, weights, gradients, *, steps, micro=1, once=False, frozen=None, feedback=False, **options):
+def in_one_process(
+    name, weights, gradients, *, steps, micro=1, once=False, frozen=None, feedback=False, **options
+):
     """Train with what ranks send coded as they code it; return the losses of this rank and the weights. once:
     ranks sum their own gradients of a step first. feedback: what codes leave out is added to what comes next.
     """

@@ -251,8 +251,13 @@ def beside_one_rank():
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        shown.append({f"{name}.{key}": value for name, one in (("own", own), ("several", several))
-                      for key, value in one.state_dict().items()})
+        shown.append(
+            {
+                f"{name}.{key}": value
+                for name, one in (("own", own), ("several", several))
+                for key, value in one.state_dict().items()
+            }
+        )
     plain, ours = shown
     return {"different": [key for key, one in plain.items() if not torch.equal(one, ours[key])]}
 

@@ -102,7 +102,7 @@ def on_mesh():
 
 
 def no_room():
-    """Return the error of a host_memory without room for second parts and without NVMe, and what comes of what
+    """Return the error of a host_memory without room for second parts, without NVMe, and what comes of what
     it names as enough.
     """
     nbytes, shown = dist.get_world_size() << 18, []

@@ -71,7 +71,11 @@ def by_itself():
     model = models.build("llama", host_memory="64MiB", shared_memory=None)
     ranks_run.train(model, infinity.AdamW(model.parameters(), lr=1e-2), steps=1)
     stats = infinity.stats(model)
-    return {"shared": stats.shared_nbytes, "said": stats.memory_in_common, "exchanged": stats.exchanged_nbytes}
+    return {
+        "shared": stats.shared_nbytes,
+        "said": stats.memory_in_common,
+        "exchanged": stats.exchanged_nbytes,
+    }
 
 
 def kept_views():

@@ -77,8 +77,19 @@ def test_what_ranks_do_together_is_planned_with_what_crosses_each_link(tmp_path)
         assert "within and between machines (" in said
         found[name] = said
     assert "second parts of weights" in found["second"]
-    _, said = ask(*TRAINING[:3], "--host-memory", "512MiB", *TRAINING[5:], *LINKS, "--ranks", "2",
-                  "--local-ranks", "2", "--secondary-shard", "machine")
+    _, said = ask(
+        *TRAINING[:3],
+        "--host-memory",
+        "512MiB",
+        *TRAINING[5:],
+        *LINKS,
+        "--ranks",
+        "2",
+        "--local-ranks",
+        "2",
+        "--secondary-shard",
+        "machine",
+    )
     assert "second parts" not in said, "all ranks keep parts together anyway"
     with pytest.raises(ConfigError, match="shared_memory=True with secondary_shard=2"):
         ask(*TRAINING, *ranks, "--shared-memory", "--secondary-shard", "2")
