@@ -262,8 +262,8 @@ class Config:
             raise ConfigError(f"shared_memory={self.shared_memory!r}: expected True, False or None")
         if self.error_feedback and self.quantized_gradients is None:
             raise ConfigError(
-                "error_feedback=True without quantized_gradients: gradients are sent as they are, and nothing "
-                'is left out of them; give quantized_gradients="int8" or "int4"'
+                "error_feedback=True without quantized_gradients: gradients are sent as they are, and "
+                'nothing is left out of them; give quantized_gradients="int8" or "int4"'
             )
         if (why := why_not(features_of(self))) is not None:
             raise ConfigError(why)

@@ -35,8 +35,8 @@ def feed_back(
     unit: Unit, indices: Collection[int], rows: torch.Tensor, coding: Coding, lane: StreamLane
 ) -> None:
     """Add a unit's errors to its gradients, of the parameters with these indices, and note the new ones.
-    Where no optimizer has its parameters yet, there are none. rows: the gradients in fp32, of each part that goes
-    to a rank; changed in place.
+    Where no optimizer has its parameters yet, there are none. rows: the gradients in fp32, of each part
+    that goes to a rank; changed in place.
     """
     holders = unit.record.holders
     if any(name not in unit.record for name in error_fields(unit.record)):

@@ -71,7 +71,7 @@ def test_weights_cross_between_two_machines_once_in_a_step_with_the_same_bits(tm
         assert_crosses_once(one["one by one"])
         assert one["one by one"]["kept"] == one["one by one"]["weights"] // 2
         assert one["different"] == given[0]["different"]
-        assert "rank 0: 'machine'; rank 1: 2; rank 2: 'machine'" in one["different"]["error"]
+        assert "rank 0: secondary_shard='machine'; rank 1: secondary_shard=2" in one["different"]["error"]
 
 
 @pytest.mark.slow
