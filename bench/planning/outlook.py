@@ -230,9 +230,12 @@ def _sent(one: Planned) -> list[tuple[str, str]]:
     """Say what a rank sends to others in a step, by kind of parallelism, and over which links."""
     lines = []
     for each in one.crossings:
-        speed = one.link(each.place)
-        at = f", {duration(each.nbytes / speed)} at {format_size(speed)}/s" if speed else ""
-        what = f"{format_size(each.nbytes)} at most, {each.place}{at}: {each.what}"
+        speed, seconds = one.link(each.place), one.crossing_s(each)
+        divided = 0 < each.between_nbytes < each.nbytes
+        at = f" at {format_size(speed)}/s" if speed and not divided else ""
+        at = f", {duration(seconds)}{at}" if seconds is not None else ""
+        place = f"{each.place} ({format_size(each.between_nbytes)})" if divided else each.place
+        what = f"{format_size(each.nbytes)} at most, {place}{at}: {each.what}"
         lines.append((f"sent by a rank in a step: {each.by}, {each.ranks} ranks", what))
     return lines
 

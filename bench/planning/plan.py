@@ -28,12 +28,13 @@ from infinity.bench.planning import cores, cuts, machine, outlook
 from infinity.bench.planning.planned import Planned, Question, answer, flops
 from infinity.bench.planning.sketch import outline_of
 from infinity.cli.presets import PRESETS
+from infinity.config.secondary import MACHINE
 from infinity.config.sequence_ranks import check_expert_ranks
 from infinity.errors import ConfigError
 from infinity.planning.activations import Method
 from infinity.planning.capacity import Capacity
 from infinity.planning.coded import BITS
-from infinity.planning.crossing import WITHIN, place_of
+from infinity.planning.crossing import crossings
 from infinity.planning.divided import of_rank
 from infinity.planning.gpus import GPUS, LAUNCH_S, REACHED_COMPUTE, REACHED_LINK, USE_S
 from infinity.planning.layout import RecordSchema
@@ -170,6 +171,15 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     sent = "in which ranks send them, as Config(quantized_%s=...)"
     add("--quantized-weights", choices=("int8",), help=f"the type {sent % 'weights'}")
     add("--quantized-gradients", choices=tuple(BITS), help=f"the type {sent % 'gradients'}")
+    parts = (
+        'neighbours that keep second parts of weights, as Config(secondary_shard=...): "machine" or a number'
+    )
+    add("--secondary-shard", type=_second, metavar="N", help=parts)
+    common = "the ranks of each machine have memory in common, as Config(shared_memory=True)"
+    add("--shared-memory", action="store_true", help=common)
+    add(
+        "--one-bit", action="store_true", help="ranks send momenta at one bit, as OneBitAdam after its freeze"
+    )
     add(
         "--host-memory",
         type=some_size,
@@ -379,6 +389,9 @@ def _plan_one(
         units=chosen.units,
         quantized_weights=chosen.quantized_weights,
         quantized_gradients=chosen.quantized_gradients,
+        secondary_shard=_neighbours(chosen),
+        shared_memory=chosen.shared_memory,
+        one_bit=chosen.one_bit,
         method=method,
     )
     whole_s = (
@@ -387,13 +400,20 @@ def _plan_one(
     rates = _rates(chosen, disk) if whole_s is not None else None
     fills_gpu = chosen.device_memory is None or chosen.gpu_memory is None
     near, far = (one * 1e9 if one else None for one in (chosen.local_link or chosen.link, chosen.link))
+    shares = next((one for one in crossings(outline, setting) if one.by == "data" and one.nbytes), None)
     if whole_s is not None:  # the first and the last micro-batches leave other stages idle
         whole_s *= 1 + (chosen.pipeline_parallel - 1) / chosen.micro_batches
-    place = place_of(setting.data_ranks, setting.tensor_parallel, setting.local_ranks)
-    if rates is not None and near is not None and place == WITHIN:
-        rates = replace(rates, link=near)
+    if rates is not None and near and far and shares is not None:
+        rates = replace(rates, link=shares.nbytes / shares.seconds(near, far))
     question = Question(outline, setting, machine.capacity(chosen), whole_s, rates)
     return answer(replace(question, links=(near, far), whole=whole, fills_gpu=fills_gpu))
+
+
+def _neighbours(chosen: argparse.Namespace) -> int:
+    """Return how many neighbours keep second parts; 0 where none do, as with one, or all of the ranks."""
+    given = chosen.secondary_shard or 0
+    size = max(1, chosen.local_ranks // chosen.tensor_parallel) if given == MACHINE else int(given)
+    return 0 if size in (1, _data_ranks(chosen)) else size
 
 
 # The machine's speed
@@ -522,6 +542,10 @@ def _auto(text: str) -> str:
     if text != "auto":
         raise argparse.ArgumentTypeError(f'{text!r}: expected "auto", or nothing behind it')
     return text
+
+
+def _second(text: str) -> int | str:
+    return text if text == MACHINE else positive(text)
 
 
 def _slices(text: str) -> int | str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from infinity.errors import ConfigError, HostMemoryError
 from infinity.planning.activations import Method
 from infinity.planning.capacity import CONTEXT_NBYTES, Capacity, Need, needs
-from infinity.planning.crossing import WITHIN, Crossing, crossings
+from infinity.planning.crossing import BETWEEN, WITHIN, Crossing, crossings
 from infinity.planning.demand import Demand, as_recomputed, demand, least_host_nbytes
 from infinity.planning.expert_tokens import TokenTraffic, token_traffic
 from infinity.planning.forecast import Forecast, forecast
@@ -142,6 +143,13 @@ class Planned:
         rates, known = self.question.rates, self.question.links[place != WITHIN]
         return known if known is not None or rates is None else rates.link
 
+    def crossing_s(self, one: Crossing) -> float | None:
+        """Return how long a crossing takes; None if the speed of a link that it needs is not known."""
+        near, far = self.link(WITHIN), self.link(BETWEEN)
+        if (one.nbytes > one.between_nbytes and not near) or (one.between_nbytes and not far):
+            return None
+        return one.seconds(near or math.inf, far or math.inf)
+
     @property
     def step_s(self) -> float | None:
         """Seconds of a step; activations on NVMe, and what is not weights or gradients between ranks, are
@@ -152,9 +160,9 @@ class Planned:
             return None
         moved = 2 * self.demand.offloaded_nbytes * self.setting.micro_batches
         sent = sum(
-            one.nbytes / speed
+            seconds
             for one in self.crossings
-            if one.by != "data" and (speed := self.link(one.place))  # the forecast has that
+            if one.by != "data" and (seconds := self.crossing_s(one))  # the forecast has that
         )
         return told.seconds + moved / rates.disk.mixed + sent
 

@@ -68,7 +68,7 @@ class RankCase:
             return {}
         enough = STATE_AND_GRADIENTS * parameter_count(model) + self.ranks * ROOM
         settings = settings_of(enough if self.budget == ALL else self.budget, update)
-        return settings | ({"shared_memory": True} if self.shared else {})
+        return settings | {"shared_memory": self.shared}
 
 
 def cases(

@@ -34,12 +34,12 @@ import torch
 from torch.autograd import function as functions_of_users
 from torch.utils import checkpoint
 
-from infinity.activations.passes import ELEMENT_NBYTES, FIELD, LoadPass, SavePass
 from infinity.device.device import Device
 from infinity.errors import HostMemoryError
 from infinity.lane.base import Pass
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Lease, OutgoingShare
+from infinity.lane.whole_records import ACTIVATION, ELEMENT_NBYTES, LoadPass, SavePass
 from infinity.planning.layout import lay_out
 from infinity.records.record import Record, Traffic
 from infinity.sizes import BLOCK, format_size
@@ -133,7 +133,7 @@ class Boundary:
                 "offload_activations."
             )
         self._record = every.new_record(repr(self), self._nbytes)
-        self._record.add(FIELD, every.nvme)
+        self._record.add(ACTIVATION, every.nvme)
         every.write(self, self._record, flattened(self._tensor))
 
     def sent(self, job: SavePass) -> None:
@@ -374,7 +374,7 @@ class Boundaries:
         del flat
 
         def over() -> None:
-            record.drop(FIELD)
+            record.drop(ACTIVATION)
             while memory:
                 self.device.leaving(memory[-1])
                 memory.pop()

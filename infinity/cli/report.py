@@ -312,9 +312,12 @@ class Run:
     def _ranks(self) -> list[tuple[str, str]]:
         rows = [(f"rank {rank}", _of_rank(one)) for rank, one in enumerate(self.of_ranks)]
         if self.before is not None and self.after is not None and self.after.ranks > 1 and self.steps:
-            moved = self.after.since(self.before).exchanged_nbytes
-            per_step = {kind: nbytes / len(self.steps) / 1e6 for kind, nbytes in moved.items()}
-            said = f"units {per_step['gather']:,.1f} MB, gradients {per_step['reduce']:,.1f} MB"
+            done, steps = self.after.since(self.before), 1e6 * len(self.steps)
+            moved = {kind: f"{nbytes / steps:,.1f} MB" for kind, nbytes in done.exchanged_nbytes.items()}
+            shared = (
+                f" ({done.shared_nbytes / steps:,.1f} MB in memory they share)" if done.shared_nbytes else ""
+            )
+            said = f"units {moved['gather']}{shared}, gradients {moved['reduce']}"
             rows.append(("exchanged by ranks per step", said))
         return rows
 

@@ -12,25 +12,13 @@ KEY = "zero_optimization.zero_hpz_partition_size"
 SAYS = "Config(secondary_shard=N): layers are assembled again within N neighbours; 0 and 1: off"
 
 
-def check_secondary(given: object, stage: int, expert_parallel: int) -> None:
-    """Check Config.secondary_shard.
+def check_secondary(given: object) -> None:
+    """Check Config.secondary_shard by itself.
 
     Raises: ConfigError.
     """
-    if given is None:
-        return
-    if given != MACHINE and (type(given) is not int or given < 1):
+    if given not in (None, MACHINE) and (type(given) is not int or given < 1):
         raise ConfigError(f'secondary_shard={given!r}: expected "machine", a number of ranks, or None')
-    if stage != 3:
-        raise ConfigError(
-            f"secondary_shard={given!r} with stage={stage}, where every rank keeps the 16-bit weights whole: "
-            "stage=3 assembles them for each use; or leave it out"
-        )
-    if expert_parallel > 1:
-        raise ConfigError(
-            f"secondary_shard={given!r} with expert_parallel={expert_parallel}: experts that ranks divide "
-            "have no second part, and are on few ranks anyway. Leave one of the two out"
-        )
 
 
 def secondary(given: Mapping[str, Any]) -> dict[str, int]:

@@ -16,6 +16,7 @@ from infinity.config.secondary import check_secondary
 from infinity.deprecation import warn_deprecated
 from infinity.errors import ConfigError, meant
 from infinity.planning.layout import RecordSchema
+from infinity.planning.together import Feature, features_of, why_not
 from infinity.sizes import format_size, parse_size
 
 _DTYPES = {
@@ -99,13 +100,18 @@ class Config:
     quantized_gradients: "int8" or "int4": gradients are sent so to the ranks that sum them, in fp32 (qgZ):
         about half, or a quarter, of the bytes of 16-bit ones. Of several machines the sums of each are sent
         on so, too. None: in their own type.
+    error_feedback: with quantized_gradients: what codes leave out of a rank's gradients is added to those
+        that it sends next. The errors take 4 bytes per parameter on each rank, and lie where the state lies.
     shared_memory: whether the ranks of one machine have memory in common: each brings its share of a layer to
-        where all see it, so that weights in use exist once, and none are sent between ranks; and so do large
-        buffers. Results are the same; for Linux, and where the CPU computes.
-    secondary_shard: each rank keeps a second part of the 16-bit weights in host_memory, of as many parts as
-        its machine has ranks ("machine"), or of so many as this says, which its neighbours among the ranks
-        have: from the first use of a step on they assemble layers from these (ZeRO++'s hpZ), and weights
-        cross between machines once per step. Results are the same. For stage=3. None: no second part.
+        where all see it, so that weights in use exist once there, and none are sent within the machine; and
+        so do large buffers. Results are the same; for Linux, and where the CPU computes. None: where all
+        ranks are on one machine, with stage=3 and nothing that excludes it; the log and `infinity.stats` say
+        so, or why not.
+    secondary_shard: each rank keeps a second part of the 16-bit weights, of as many parts as its machine has
+        ranks ("machine"), or of so many as this says, which its neighbours among the ranks have: from the
+        first use of a step on they assemble layers from these (ZeRO++'s hpZ), and weights cross between
+        machines once per step. Parts lie in host_memory, and on NVMe where that has no room. Results are the
+        same. For stage=3. None: no second part.
     timeout_s: seconds that a rank waits for the others before it fails, and names those that are missing.
     sequence_parallel: ranks that share each sequence (Ulysses; see infinity.sequence_parallel), for models of
         transformers: 4 of 8 ranks train two sequences at once, each on a quarter of its tokens. All ranks
@@ -157,7 +163,8 @@ class Config:
     reduce_bucket: int | str = DEFAULT
     quantized_weights: str | None = None
     quantized_gradients: str | None = None
-    shared_memory: bool = False
+    error_feedback: bool = False
+    shared_memory: bool | None = None
     secondary_shard: str | int | None = None
     timeout_s: float = 600.0
     sequence_parallel: int = 1
@@ -206,6 +213,7 @@ class Config:
         object.__setattr__(self, "verify", _verify(self.verify))
         object.__setattr__(self, "durable_steps", _durable_steps(self.durable))
         self._check_choices()
+        self._check_features()
         self._check_tiers()
         self._check_device()
 
@@ -239,55 +247,26 @@ class Config:
             if getattr(self, name) not in known:
                 expected = ", ".join(map(repr, known))
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {expected}")
-        self._check_quantized()
-        self._check_shared()
-        check_secondary(self.secondary_shard, self.stage, self.expert_parallel)
+        check_secondary(self.secondary_shard)
         for name in ("sequence_parallel", "expert_parallel"):
             size = getattr(self, name)
             if type(size) is not int or size < 1:
                 raise ConfigError(f"{name}={size!r}: expected a number of ranks, 1 or more")
-        if self.expert_parallel > 1 and self.experts == "whole":
-            raise ConfigError(
-                f"expert_parallel={self.expert_parallel} divides experts that are built one by one, and "
-                'experts="whole" builds each stack as one parameter; leave one of the two out'
-            )
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"timeout_s={self.timeout_s!r}: expected a number of seconds above 0")
 
-    def _check_quantized(self) -> None:
-        given = f"quantized_weights={self.quantized_weights!r}"
-        if self.quantized_weights is not None and self.dtype == "fp32":
+    def _check_features(self) -> None:
+        if type(self.error_feedback) is not bool:
+            raise ConfigError(f"error_feedback={self.error_feedback!r}: expected True or False")
+        if self.shared_memory is not None and type(self.shared_memory) is not bool:
+            raise ConfigError(f"shared_memory={self.shared_memory!r}: expected True, False or None")
+        if self.error_feedback and self.quantized_gradients is None:
             raise ConfigError(
-                f'{given} with dtype="fp32": in fp32 the weights that ranks send are the masters themselves, '
-                'which stay exact; use dtype="bf16", or leave it out'
+                "error_feedback=True without quantized_gradients: gradients are sent as they are, and "
+                'nothing is left out of them; give quantized_gradients="int8" or "int4"'
             )
-        if self.quantized_weights is not None and self.stage != 3:
-            raise ConfigError(
-                f"{given} with stage={self.stage}, where every rank keeps the 16-bit weights and updates "
-                "start from them: stage=3 assembles them for each use; or leave it out. quantized_gradients "
-                "works at every stage"
-            )
-
-    def _check_shared(self) -> None:
-        if type(self.shared_memory) is not bool:
-            raise ConfigError(f"shared_memory={self.shared_memory!r}: expected True or False")
-        if not self.shared_memory:
-            return
-        if self.quantized_weights is not None:
-            raise ConfigError(
-                f"shared_memory=True with quantized_weights={self.quantized_weights!r}: ranks that see one "
-                "memory send each other no weights; leave one of the two out"
-            )
-        if self.secondary_shard is not None:
-            raise ConfigError(
-                f"shared_memory=True with secondary_shard={self.secondary_shard!r}: ranks that see one "
-                "memory assemble layers from no second parts; leave one of the two out"
-            )
-        if self.expert_parallel > 1:
-            raise ConfigError(
-                f"shared_memory=True with expert_parallel={self.expert_parallel}: ranks that have other "
-                "experts have other units, and no memory in common; leave one of the two out"
-            )
+        if (why := why_not(features_of(self))) is not None:
+            raise ConfigError(why)
 
     def _check_tiers(self) -> None:
         if self.offload_activations == "nvme" and not self.nvme_folders:
@@ -333,13 +312,11 @@ class Config:
         """
         if device.split(":", maxsplit=1)[0] not in ("cpu", *ACCELERATORS):
             raise ConfigError(f'device={device!r}: expected "cpu", "cuda" or "cuda:N"')
-        if not device.startswith("cpu") and self.expert_parallel > 1:
-            raise ConfigError(
-                f"expert_parallel={self.expert_parallel} with device={device!r}: what leaves a full "
-                "accelerator would differ on ranks with other experts, and not be fetched by all together. "
-                'Set device="cpu", or leave expert_parallel out: then every rank computes with every expert '
-                "that its tokens need"
-            )
+        divides = features_of(self).get(Feature.EXPERT_PARALLEL)
+        if not device.startswith("cpu") and divides is not None:
+            used = {Feature.EXPERT_PARALLEL: divides, Feature.ACCELERATOR: f"device={device!r}"}
+            if (why := why_not(used)) is not None:
+                raise ConfigError(why)
         if device.startswith("cpu") and self.device_memory is not None:
             raise ConfigError(
                 f"device_memory={self.device_memory!r}: device={device!r} has no memory of its own; "

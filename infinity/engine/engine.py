@@ -24,7 +24,6 @@ from infinity.autograd.foreign import ForeignParameters, ForeignSteps
 from infinity.autograd.hooks import Hooks
 from infinity.autograd.module_calls import Entering, Leaving
 from infinity.autograd.rounds import Rounds
-from infinity.config.sequence_ranks import check_expert_ranks, check_sequences
 from infinity.config.settings import Config
 from infinity.device.device import choose_cores, choose_device, open_device
 from infinity.device.room import note_download
@@ -35,6 +34,7 @@ from infinity.engine.expert_ranks import DividedExperts, ExpertRanks
 from infinity.engine.foresight import NONE, Foresight, foresight_of
 from infinity.engine.parameters import Parameters
 from infinity.engine.partition import Partition, open_partition
+from infinity.engine.rank_features import RankFeatures, rank_features
 from infinity.engine.routing import Routing
 from infinity.engine.shortage import Shortage
 from infinity.engine.state_dict import Exchange
@@ -92,9 +92,9 @@ class Engine:
         """
         self.config = config
         self.ranks, self.stages = self._meet(process_group, pipeline_group)
-        check_sequences(config.sequence_parallel, self.ranks.size)
         self.schema = config.schema
         self.device = open_device(self.ranks.device)
+        self.rank_features: RankFeatures = rank_features(config, self.ranks, self.device)
         self.expert_ranks = self._divide_experts()
         """How ranks divide experts; None where each computes with all."""
         self._on_device = not self.device.is_host
@@ -154,10 +154,7 @@ class Engine:
         return open_with_stages(*groups, place, self.config.timeout_s, durable=durable)
 
     def _divide_experts(self) -> ExpertRanks | None:
-        """Connect the ranks that divide experts, if any do. Raises: ConfigError for a number of ranks that
-        cannot be divided so.
-        """
-        check_expert_ranks(self.config.expert_parallel, self.ranks.size)
+        """Connect the ranks that divide experts, if any do."""
         if self.config.expert_parallel == 1:
             return None
         expert_ranks = ExpertRanks(self.ranks, self.config.expert_parallel)
@@ -175,9 +172,11 @@ class Engine:
 
     def _open_partition(self) -> Partition | None:
         parts = self.ranks, self.lane, self.device, self.timeline, self.units, self.expert_ranks
-        return open_partition(self.config, self.outgoing_share, *parts)
+        return open_partition(self.rank_features, self.outgoing_share, *parts)
 
     def _open_gradients(self) -> GradientStore:
+        if self.partition is not None:
+            self.partition.change_after(self.parameters.before_change)
         return GradientStore(
             self.lane,
             self.device,
@@ -315,7 +314,7 @@ class Engine:
         self.budget = divide(self.budget.total_nbytes, largest, self.schema, on_device=self._on_device)
         self.kept.resize(self.budget.kept_nbytes)
         if self.partition is not None:
-            self.partition.keep_second_parts(self.host_store, self.least_total)
+            self._keep_second_parts(self.partition)
         self.tier = self._open_device_tier(largest)
         ahead = self.tier.budget.window_nbytes if self.tier is not None else self.budget.ahead_nbytes
         if whole := self.config.stage < 3:
@@ -350,6 +349,11 @@ class Engine:
             self.durable.open(self.units, self.lane, self.residency.flush, cut)
         logger.info("%d units, %s; %s", len(self.units), self.config, self.budget)
         return of_record
+
+    def _keep_second_parts(self, partition: Partition) -> None:
+        tile_numel, verify = self.budget.tile_numel, str(self.config.verify)
+        record_of = partial(Record, tile_numel=tile_numel, traffic=self.traffic, verify=verify)
+        partition.keep_second_parts(self.host_store, self.least_total, self.nvme_store, record_of)
 
     def _open_pins(self) -> None:
         """Let a placement decide where fields lie, if there is more than one place for them."""

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import xxhash
 from torch import nn
 
-from infinity.config.settings import Config
 from infinity.device.blocks import Blocks
 from infinity.device.device import Device
-from infinity.engine.codings import codings
 from infinity.engine.expert_ranks import ExpertRanks
-from infinity.engine.secondary_ranks import neighbours_of
-from infinity.engine.sharing import shares_memory
+from infinity.engine.rank_features import RankFeatures
 from infinity.errors import RanksError
 from infinity.gradients.coding import Coding
 from infinity.gradients.collectives import Collecting, CollectiveLane, Spreading
+from infinity.gradients.feedback import error_fields, feed_back
 from infinity.gradients.gather_buckets import GatherBuckets
 from infinity.gradients.matrices import Orthogonalizing
 from infinity.gradients.secondary import SecondaryBuckets
@@ -33,7 +31,7 @@ from infinity.planning.queue import Job
 from infinity.ranks.group import Ranks
 from infinity.records.record import Record
 from infinity.sizes import format_size
-from infinity.storage.store import HostStore
+from infinity.storage.store import HostStore, Store
 from infinity.timeline import Timeline
 from infinity.units.machine_buffers import share_buffers
 from infinity.units.machine_units import MachineUnits, open_machine_units
@@ -65,6 +63,7 @@ class Partition:
         self.ranks, self.coding = ranks, coding
         self._exact = False
         """Whether units are fetched as their records have them, where they are sent coded."""
+        self._before_change: Callable[[], None] = _nothing
         self._expert_ranks = expert_ranks
 
         def opened(name: str, of: Ranks, near: int = 0) -> CollectiveLane:
@@ -118,14 +117,20 @@ class Partition:
         if self._buckets.in_common:
             self._machine = open_machine_units(self.ranks, self._units, blocks, timeout_s)
 
-    def keep_second_parts(self, store: HostStore, least_total: Callable[..., int]) -> None:
-        """Make room for the secondary shards, where there are some. store: has their memory; least_total: see
-        SecondaryBuckets.open.
+    def keep_second_parts(
+        self,
+        store: HostStore,
+        least_total: Callable[..., int],
+        nvme: Store | None,
+        record_of: Callable[..., Record],
+    ) -> None:
+        """Make room for second parts, where there are some. store: has memory; nvme: keeps, in records that
+        `record_of` makes, what that has no room for; least_total: see SecondaryBuckets.open.
 
-        Raises: HostMemoryError.
+        Raises: HostMemoryError; aio.StorageFullError.
         """
         if self._secondary is not None:
-            self._secondary.open(self._units, self.ranks, store, least_total)
+            self._secondary.open(self._units, self.ranks, store, least_total, nvme, record_of)
 
     def share_buffers(self, modules: Iterable[tuple[str, nn.Module]], timeout_s: float) -> None:
         """Have large buffers that are the same on all ranks once, where these have memory in common."""
@@ -191,6 +196,24 @@ class Partition:
         self._gathers.submit(job)
         return job
 
+    def change_after(self, call: Callable[[], None]) -> None:
+        """Call `call` before errors of codes are changed: a durable run first captures its step."""
+        self._before_change = call
+
+    def feed_back(self, unit: Unit, indices: Collection[int], rows: torch.Tensor) -> None:
+        """See gradients.reduction.Reducers."""
+        if self.coding is not None:
+            self._before_change()
+            feed_back(unit, indices, rows, self.coding, self._lane)
+
+    def error_fields(self, record: Record) -> tuple[str, ...]:
+        """Return the fields that a record has of errors of codes, where its gradients are trained."""
+        if self.coding is None or not self.coding.feeds_back:
+            return ()
+        names = error_fields(record)
+        record.may_have(names)
+        return names
+
     def reduces(self, unit: Unit) -> CollectiveLane:
         """See gradients.reduction.Reducers."""
         return self._reduces if unit.record.holders.are_all else self._reduces_of_experts
@@ -214,6 +237,7 @@ class Partition:
 
     def check(self, plan: Plan) -> None:
         """See Assembler. The error names the first use that differs, and what each rank has."""
+        self.ranks.waiting.step_begins()
         self._buckets.begin_step()
         if self._digest[0] is not plan:
             self._digest = plan, xxhash.xxh3_64_intdigest(str(plan).encode()) >> 1
@@ -264,8 +288,12 @@ class Partition:
             self._machine.close()
 
 
+def _nothing() -> None:
+    """Nothing has to be done before a change."""
+
+
 def open_partition(
-    config: Config,
+    features: RankFeatures,
     outgoing_share: OutgoingShare,
     ranks: Ranks,
     lane: StreamLane,
@@ -276,18 +304,15 @@ def open_partition(
 ) -> Partition | None:
     """Return what several ranks do together; None where there is one. Every rank calls it. outgoing_share:
     has the memory in which units are put together; see Partition.
-
-    Raises: ConfigError as `codings`, `shares_memory` and `neighbours_of` do.
     """
-    weights, gradients = codings(config, ranks, device)
-    in_common = shares_memory(config, ranks, device)
-    near = neighbours_of(config.secondary_shard, ranks, device)
     if ranks.size == 1:
         return None
-    most = ranks.least(config.gather_bucket_nbytes, "size buckets")
-    parts = lane, device, outgoing_share, most, weights
-    buckets = SecondaryBuckets(*parts, near) if near else GatherBuckets(*parts, in_common=in_common)
-    return Partition(ranks, lane, device, timeline, units, expert_ranks, buckets, gradients)
+    parts = lane, device, outgoing_share, features.bucket_nbytes, features.weights
+    if features.near:
+        buckets: GatherBuckets = SecondaryBuckets(*parts, features.near)
+    else:
+        buckets = GatherBuckets(*parts, in_common=features.in_common)
+    return Partition(ranks, lane, device, timeline, units, expert_ranks, buckets, features.gradients)
 
 
 def _is_gathered(unit: Unit) -> bool:

@@ -119,6 +119,8 @@ class Stats:
     """Bytes of units that were put together in memory that the machine's ranks share, and not sent; see
     Config.shared_memory.
     """
+    memory_in_common: str = ""
+    """Why ranks share memory so, or why not; empty on one rank."""
     placement_revisions: int = field(default=0, metadata=_TOTAL)
     """How often it was decided anew which fields lie in host memory, and something moved."""
     placement_reason: str = ""
@@ -239,7 +241,10 @@ class Stats:
             exchanged = (f"{kind} {format_size(nbytes)}" for kind, nbytes in self.exchanged_nbytes.items())
             rows.append(("ranks exchanged", ", ".join(exchanged)))
             if self.shared_nbytes:
-                rows.append(("in shared memory", f"{format_size(self.shared_nbytes)} of weights, not sent"))
+                shared = f"{format_size(self.shared_nbytes)} of weights, not sent"
+                rows.append(("in shared memory", f"{shared} ({self.memory_in_common})"))
+            else:
+                rows.append(("ranks share memory", self.memory_in_common))
             counted = (f"{kind} {number:,}" for kind, number in self.collectives.items())
             rows.append(("collectives", ", ".join(counted)))
         if self.predicted_step_s is not None:
@@ -405,6 +410,7 @@ def stats(model: nn.Module) -> Stats:
         exchanged_nbytes=engine.partition.nbytes if engine.partition is not None else {},
         collectives=engine.partition.collectives if engine.partition is not None else {},
         shared_nbytes=engine.partition.shared_nbytes if engine.partition is not None else 0,
+        memory_in_common=engine.rank_features.memory,
         placement_revisions=engine.pins.revisions if engine.pins is not None else 0,
         placement_reason=engine.pins.reason if engine.pins is not None else "",
         device_budget_nbytes=ledger.limit_nbytes if ledger is not None else 0,

@@ -34,6 +34,8 @@ class Coding:
     """How many bits an element takes: 8 or 4."""
 
     bits: int
+    feeds_back: bool = False
+    """Whether what is left out of gradients is added to those that are sent next: see feedback."""
 
     def share_nbytes(self, numel: int) -> int:
         """Return the bytes of a share of so many elements."""
@@ -55,6 +57,14 @@ class Coding:
         scales = to + scales_nbytes(start)
         dtype = KERNEL_DTYPE[values.dtype]
         kernels.encode(values.numel(), values.data_ptr(), dtype, self.bits, codes, scales)
+
+    def as_sent(self, values: torch.Tensor) -> torch.Tensor:
+        """Return what comes, in fp32, of values of whole blocks, contiguous in host memory."""
+        numel, came = values.numel(), torch.empty(values.numel(), dtype=torch.float32, device="cpu")
+        coded = torch.empty(self.share_nbytes(numel), dtype=torch.uint8, device="cpu")
+        self.encode(values, numel, 0, coded.data_ptr())
+        self._decode_piece(coded.data_ptr(), numel, 0, came)
+        return came
 
     def _decode_piece(self, came: int, numel: int, start: int, f32: torch.Tensor) -> None:
         codes = came + scales_nbytes(numel) + start * self.bits // 8

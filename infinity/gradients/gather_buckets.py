@@ -44,7 +44,8 @@ class GatherBuckets:
     ) -> None:
         """Begin without one. bucket_nbytes: the most bytes of several units; outgoing_share: has the memory
         in which they are put together, where the CPU computes. coding: by which their shares are sent; None:
-        as they are. in_common: whether all ranks see where each brings its share, so that none is sent.
+        as they are. in_common: whether all ranks of a machine see where each brings its share, so that none
+        is sent within it.
         """
         self._lane, self._device, self._outgoing_share = lane, device, outgoing_share
         self.coding, self.in_common = coding, in_common
@@ -129,7 +130,9 @@ class GatherBuckets:
         for one in assemblies:
             one.queued()
         if self.in_common:
-            return MachineGathering(assemblies, self._lane, self._device)
+            grid = gathers.ranks.grid
+            machines = grid.machines if grid is not None else 1
+            return MachineGathering(assemblies, self._lane, self._device, self._outgoing_share, machines)
         if self.coding is not None and not exact:
             return CodedGathering(assemblies, self._lane, self._device, self._outgoing_share, self.coding)
         takes_memory = self._device.is_host and (len(assemblies) > 1 or gathers.crossed_nbytes is not None)

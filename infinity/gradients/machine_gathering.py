@@ -1,4 +1,4 @@
-"""Units that are put together in memory that the ranks of a machine share: no bytes move between them."""
+"""Units that are put together in memory that the ranks of a machine share: no bytes move within it."""
 
 from __future__ import annotations
 
@@ -7,29 +7,48 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
+from infinity import kernels
 from infinity.device.device import Device
 from infinity.errors import RanksError
 from infinity.gradients.collectives import Assembly, Gathering
 from infinity.lane.lane import StreamLane
+from infinity.lane.outgoing import OutgoingShare
 from infinity.ranks.group import Channel
 from infinity.units.machine_units import MachineShare
 
 
 class MachineGathering(Gathering):
-    """Ranks that have brought their shares of some units to where all see them meet, and go on."""
+    """Ranks that have brought their shares of some units to where all of their machine see them meet, and go
+    on. Of several machines each rank first brings what those with its number on the others have.
+    """
 
-    def __init__(self, assemblies: Sequence[Assembly], lane: StreamLane, device: Device) -> None:
-        """Assemble units of which the shares are MachineShares."""
-        super().__init__(assemblies, lane, device, None)
-        self.nbytes, self.count = 0, 1
-        shares = (one.aside for one in assemblies)
-        numbers = [one.generation for one in shares if isinstance(one, MachineShare)]
+    def __init__(
+        self,
+        assemblies: Sequence[Assembly],
+        lane: StreamLane,
+        device: Device,
+        beside: OutgoingShare,
+        machines: int,
+    ) -> None:
+        """Assemble units of which the shares are MachineShares. beside: has the memory for what comes from
+        other machines, of which there are `machines` with this one.
+        """
+        super().__init__(assemblies, lane, device, beside)
+        self._shares = [one.aside for one in assemblies if isinstance(one.aside, MachineShare)]
+        self._machines, self._between = machines, beside
+        crosses = machines > 1
+        self.nbytes = machines * sum(one.flat.nbytes for one in self._shares) if crosses else 0
+        self.count = 1
+        numbers = [one.generation for one in self._shares]
         self._fetches = xxhash.xxh3_64_intdigest(str(numbers).encode()) >> 1
 
     def run(self, channel: Channel) -> None:
         """Meet. Raises: RanksError where a rank has counted other fetches, and so used other places."""
         for one in self._assemblies:
             one.take()
+        shares, self._shares = self._shares, []
+        if self.nbytes:
+            self._cross(shares, channel)
         mine = torch.tensor([self._fetches], dtype=torch.int64, device="cpu")
         rows = torch.empty(channel.ranks.size, dtype=torch.int64, device="cpu")
         channel.gather(rows, mine, self.what)
@@ -39,3 +58,22 @@ class MachineGathering(Gathering):
                 "compute with the same memory. Likely cause: a Ctrl-C, or an error, on one rank alone. Start "
                 "again from the last checkpoint"
             )
+
+    def _cross(self, shares: Sequence[MachineShare], channel: Channel) -> None:
+        """Exchange the shares with the ranks of this one's number on the other machines, all at once, and
+        bring theirs to where this machine sees them.
+        """
+        nbytes = [one.flat.nbytes for one in shares]
+        lease = self._between.lease_anyway((self._machines + 1) * sum(nbytes))
+        sent = self._between.buffers.take(sum(nbytes), torch.uint8)
+        rows = self._between.buffers.take(self._machines * sum(nbytes), torch.uint8)
+        starts = [sum(nbytes[:number]) for number in range(len(nbytes))]
+        for one, start in zip(shares, starts, strict=True):
+            kernels.copy(one.flat.nbytes, sent.data_ptr() + start, one.flat.data_ptr())
+        channel.gather_between(rows, sent, self.what)
+        for one, start in zip(shares, starts, strict=True):
+            for machine, place in enumerate(one.brought):
+                if place != one.flat.data_ptr():
+                    came = rows.data_ptr() + machine * sum(nbytes) + start
+                    kernels.copy(one.flat.nbytes, place, came)
+        lease.end()

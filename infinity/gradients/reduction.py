@@ -57,6 +57,9 @@ class Reducers(Protocol):
     def reduces(self, unit: Unit) -> CollectiveLane:
         """Return the lane of the ranks that sum a unit's gradients: of those that have parts of it."""
 
+    def feed_back(self, unit: Unit, indices: Collection[int], rows: torch.Tensor) -> None:
+        """Add what was left out before of a unit's gradients to them, in `rows`, where they are coded so."""
+
 
 class MeanSink(Protocol):
     """Where this rank's part of the mean goes."""
@@ -309,8 +312,9 @@ class Reduction:
         size = len(next(iter(bucket)).record.holders.members)
         coding = self._reducers.coding if size > 1 else None
         nbytes = (2 * numel if room is None else sum(shares)) * dtype.itemsize
+        of_sent = dtype if coding is None or not coding.feeds_back else torch.float32
         if coding is not None:
-            nbytes = numel * dtype.itemsize + 2 * size * coding.row_nbytes(shares)
+            nbytes = numel * of_sent.itemsize + 2 * size * coding.row_nbytes(shares)
         lease = self._lease(nbytes)
         # What is sent and received, of this rank's share the sum, the mean, and its copy, and a number.
         whole = numel * dtype.itemsize
@@ -318,13 +322,17 @@ class Reduction:
         taken_nbytes = room.take_all(parts, f"{names}: a reduction") if room is not None else 0
         on_host = self._device.is_host
         place = self._device.torch_device
-        sent = self._buffers.take(numel, dtype) if on_host else torch.zeros(numel, dtype=dtype, device=place)
+        sent = (
+            self._buffers.take(numel, of_sent) if on_host else torch.zeros(numel, dtype=dtype, device=place)
+        )
         if not on_host:
             self._device.allocated(sent)
         rows, start = sent.view(size, sum(shares)), 0
         for (unit, taken), share in zip(bucket.items(), shares, strict=True):
             pack = _pack if on_host else _pack_on_device
             pack(unit, {index: one.values for index, one in taken.items()}, rows[:, start : start + share])
+            if coding is not None and coding.feeds_back:
+                self._reducers.feed_back(unit, taken, rows[:, start : start + share])
             start += share
         if not on_host:
             self._device.assembled(sent)
@@ -397,6 +405,10 @@ class Reduction:
             nbytes += more
         self.reduce(bucket, into)
         self._add_means(into, wait=True)
+
+
+def _zeros(device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def _on_device(device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:

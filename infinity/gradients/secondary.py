@@ -1,11 +1,11 @@
 """Second copies of 16-bit weights, in parts over a few neighbours among the ranks: ZeRO++'s hpZ.
 
 [Note: secondary shards]
-A unit is assembled from the shares of all ranks, once for each of its versions. Each rank then keeps, in host
-memory, its part of what has come, of as many parts as its group of neighbours has ranks: those of its
-machine. Until the values change (`Unit.version` counts that, on all ranks at the same place of the program),
-the unit is assembled from these parts, in the backward, by recomputation, in the next micro-batch: nothing of
-it crosses between machines, and nothing of it is read from its record.
+A unit is assembled from the shares of all ranks, once for each of its versions. Each rank then keeps its part
+of what has come, of as many parts as its group of neighbours has ranks: those of its machine. Where it keeps
+it, second_parts says. Until the values change (`Unit.version` counts that, on all ranks at the same place of
+the program), the unit is assembled from these parts, in the backward, by recomputation, in the next
+micro-batch: nothing of it crosses between machines, and nothing of it is read from its record.
 
 A part is filled by the collective that assembles the unit, and sent by a later one of the same lane: so it is
 there, although the thread that computes has not waited for either. What one bucket holds is assembled from
@@ -18,16 +18,17 @@ Of weights that are sent coded the parts are what has been decoded: exactly what
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from infinity import kernels
 from infinity.device.device import Device
 from infinity.errors import HostMemoryError
 from infinity.gradients.coding import Coding
 from infinity.gradients.collectives import Assembly, Collective, CollectiveLane, Gathering
 from infinity.gradients.gather_buckets import GatherBuckets
+from infinity.gradients.second_parts import HostPart, PartPlace, SecondPart, StoredParts
 from infinity.lane.fetch import FetchTarget
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import OutgoingShare
@@ -36,31 +37,11 @@ from infinity.ranks.group import Channel, Ranks
 from infinity.records.record import Record
 from infinity.records.updates import PendingUpdates
 from infinity.sizes import format_size, round_up
-from infinity.storage.store import HostStore
+from infinity.storage.store import HostStore, Store
 from infinity.units.unit import Unit
 
 _ALIGN = 64
 """Bytes: a part begins on a line of the caches."""
-
-
-class SecondaryShard:
-    """This rank's part of a unit, of those of its neighbours, in host memory."""
-
-    def __init__(self, flat: torch.Tensor, number: int) -> None:
-        """flat: memory for it; number: which part it is."""
-        self.flat = flat
-        self.version: int | None = None
-        """The version of the unit that it is of, or will be once what is queued has run; None: of none."""
-        self._number = number
-
-    def is_of(self, version: int) -> None:
-        """Note the version that is about to come. Called by the thread that computes."""
-        self.version = version
-
-    def keep(self, whole: torch.Tensor) -> None:
-        """Copy this part of a unit's values, which are all there. Called by the lane's thread."""
-        nbytes = self.flat.nbytes
-        kernels.copy(nbytes, self.flat.data_ptr(), whole.data_ptr() + self._number * nbytes)
 
 
 class _Part:
@@ -68,14 +49,14 @@ class _Part:
 
     base = 0
 
-    def __init__(self, unit: Unit, flat: torch.Tensor) -> None:
+    def __init__(self, unit: Unit, place: PartPlace) -> None:
         self.record: Record = unit.record
         self.pending: PendingUpdates = unit.pending
-        self.flat = flat
+        self.flat, self._place = place.flat, place
 
 
-_Filled = tuple[SecondaryShard, torch.Tensor]
-"""A shard, and the memory of its unit."""
+_Filled = tuple[PartPlace, torch.Tensor]
+"""Where a part goes, and the memory of its unit."""
 
 
 class Keeping(Collective):
@@ -84,7 +65,7 @@ class Keeping(Collective):
     kind = "gather"
 
     def __init__(self, inner: Collective, kept: list[_Filled], lane: StreamLane) -> None:
-        """inner: assembles them; kept: for each, its shard, and the memory that it is assembled in."""
+        """inner: assembles them; kept: for each, where its part goes, and the memory that it comes to."""
         super().__init__(inner.what, lane)
         self._inner, self._kept = inner, kept
         self.nbytes, self.count = inner.nbytes, inner.count
@@ -97,8 +78,8 @@ class Keeping(Collective):
         """Assemble, and copy."""
         kept, self._kept = self._kept, []
         self._inner.run(channel)
-        for shard, whole in kept:
-            shard.keep(whole)
+        for place, whole in kept:
+            place.keep(whole)
 
     def end(self) -> None:
         """The values of all are there."""
@@ -158,9 +139,10 @@ class NearBuckets(GatherBuckets):
         super().__init__(lane, device, outgoing_share, bucket_nbytes)
         self._near = near
 
-    def again(self, unit: Unit, shard: SecondaryShard, gathers: CollectiveLane) -> Job:
+    def again(self, unit: Unit, part: SecondPart, gathers: CollectiveLane) -> Job:
         """Put a unit that has memory into the open bucket."""
-        return self.assemble(unit, Job(self._lane, done=True), gathers, _Part(unit, shard.flat))
+        job, place = part.read()
+        return self.assemble(unit, job or Job(self._lane, done=True), gathers, _Part(unit, place))
 
     def _gathering(
         self, assemblies: list[Assembly], gathers: CollectiveLane, *, exact: bool = False
@@ -189,47 +171,74 @@ class SecondaryBuckets(GatherBuckets):
         super().__init__(lane, device, outgoing_share, bucket_nbytes, coding)
         self.near = near
         self._again = NearBuckets(lane, device, outgoing_share, bucket_nbytes, near)
-        self._shards: dict[int, SecondaryShard] = {}
-        self._filling: dict[int, _Filled] = {}
+        self._parts: dict[int, SecondPart] = {}
+        self._filling: dict[int, tuple[SecondPart, PartPlace, torch.Tensor]] = {}
+        self._stored: StoredParts | None = None
         self.nbytes = 0
-        """Bytes of host memory that the shards take."""
+        """Bytes of host memory that the parts take."""
+        self.stored_nbytes = 0
+        """Bytes of the parts that lie on NVMe."""
 
     def open(
-        self, units: Sequence[Unit], ranks: Ranks, store: HostStore, least_total: Callable[..., int]
+        self,
+        units: Sequence[Unit],
+        ranks: Ranks,
+        store: HostStore,
+        least_total: Callable[..., int],
+        nvme: Store | None,
+        record_of: Callable[..., Record],
     ) -> None:
-        """Take memory from `store` for the shards of the units of a finished model. least_total: gives the
-        host_memory that has room for so many bytes more.
+        """Make room for the parts of the units of a finished model: in `store` as far as that has some, for
+        the first units first, as each is read as often for its bytes; else on NVMe, where there is some, in
+        records that `record_of` makes. least_total: gives the host_memory that has room for so many bytes
+        more.
 
-        Raises: HostMemoryError, with the numbers, where it has none.
+        Raises: HostMemoryError, with the numbers, where there is no NVMe; aio.StorageFullError where that is
+        full.
         """
         units = [unit for unit in units if unit.resident_nbytes]
         sizes = [round_up(unit.resident_nbytes // self.near, _ALIGN) for unit in units]
-        self.nbytes = sum(sizes)
-        if not self.nbytes:
-            return
-        if self.nbytes > store.ledger.free_nbytes:
-            works, ledger = least_total(more_nbytes=self.nbytes), store.ledger
+        free = store.ledger.free_nbytes
+        fit = sum(total <= free for total in accumulate(sizes))
+        if fit < len(units) and nvme is None:
+            works, ledger = least_total(more_nbytes=sum(sizes)), store.ledger
             raise HostMemoryError(
                 f"secondary_shard: each rank keeps 1/{self.near} of the weights of {len(units)} modules "
-                f"as they compute, {format_size(self.nbytes)}, and host_memory has "
+                f"as they compute, {format_size(sum(sizes))}, and host_memory has "
                 f"{format_size(max(ledger.free_nbytes, 0))} of {format_size(ledger.limit_nbytes)} "
-                f"left for that. host_memory={format_size(works)} works; or leave secondary_shard out"
+                f"left for that. host_memory={format_size(works)} works; or a folder on NVMe (nvme=...); or "
+                "leave secondary_shard out"
             )
-        extent = store.allocate(self.nbytes, "secondary_shard")
-        memory, start = store.memory(extent), 0
-        for unit, size in zip(units, sizes, strict=True):
+        self.nbytes, self.stored_nbytes = sum(sizes[:fit]), sum(sizes[fit:])
+        if nvme is not None:
+            self._stored = StoredParts(self._lane, self._device, self._outgoing_share, nvme, record_of)
+        extent = store.allocate(self.nbytes, "secondary_shard") if self.nbytes else None
+        memory, start, number = (
+            store.memory(extent) if extent is not None else None,
+            0,
+            ranks.rank % self.near,
+        )
+        for place, (unit, size) in enumerate(zip(units, sizes, strict=True)):
             numel = unit.layout.numel // self.near
-            flat = torch.frombuffer(memory, dtype=unit.flat.dtype, count=numel, offset=start)
-            self._shards[unit.index] = SecondaryShard(flat, ranks.rank % self.near)
-            start += size
+            if place >= fit and self._stored is not None:
+                self._parts[unit.index] = self._stored.new(unit, numel, number)
+            elif memory is not None:
+                flat = torch.frombuffer(memory, dtype=unit.flat.dtype, count=numel, offset=start)
+                self._parts[unit.index] = HostPart(flat, number)
+                start += size
 
     def again(self, unit: Unit, gathers: CollectiveLane) -> Job | None:
-        """Begin to assemble a unit from the neighbours' shards; None where these are of other values."""
-        shard = self._shards.get(unit.index)
-        if shard is None or unit.pending or shard.version != unit.version:
+        """Begin to assemble a unit from the neighbours' parts; None where these are of other values."""
+        part = self._parts.get(unit.index)
+        if part is None or unit.pending or part.version != unit.version:
             return None
         super().close()
-        return self._again.again(unit, shard, gathers)
+        self._settle()
+        return self._again.again(unit, part, gathers)
+
+    def _settle(self) -> None:
+        if self._stored is not None:
+            self._stored.settle()
 
     def size(self, window_nbytes: int) -> None:
         """See GatherBuckets."""
@@ -270,14 +279,19 @@ class SecondaryBuckets(GatherBuckets):
         super().close()
 
     def _fill(self, unit: Unit) -> None:
-        shard = self._shards.get(unit.index)
-        if shard is not None:
-            shard.is_of(unit.version)
-            self._filling[unit.index] = shard, unit.flat
+        self._settle()
+        part = self._parts.get(unit.index)
+        if part is not None:
+            self._filling[unit.index] = part, part.comes(unit.version), unit.flat
 
     def _gathering(
         self, assemblies: list[Assembly], gathers: CollectiveLane, *, exact: bool = False
     ) -> Collective:
         inner = super()._gathering(assemblies, gathers, exact=exact)
-        kept = [self._filling.pop(one.index) for one in assemblies if one.index in self._filling]
-        return Keeping(inner, kept, self._lane) if kept else inner
+        filled = [self._filling.pop(one.index) for one in assemblies if one.index in self._filling]
+        if not filled:
+            return inner
+        keeping = Keeping(inner, [(place, whole) for _, place, whole in filled], self._lane)
+        for part, _, _ in filled:
+            part.filled_by(keeping)
+        return keeping

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from infinity.errors import UnsupportedError
 from infinity.gradients.gradient import Form, Gradient
 from infinity.lane.passes import CopyInPass
 from infinity.optim.base import OffloadedOptimizer
+from infinity.planning.together import Feature, features_of, why_not
 from infinity.records.one_bit import FrozenScalars, all_worker_fields, recipe_of, worker_fields
+from infinity.records.update_rules import Recipe
 from infinity.units.optimizer_options import settle
 from infinity.units.unit import Unit
 
@@ -58,16 +61,22 @@ class OneBitAdam(OffloadedOptimizer):
                 f"gradients whose norm could be clipped; leave it out, or {_INSTEAD}"
             )
         settle(OneBitAdam, None, options, params)
-        self._several = False
         self._versions: dict[Unit, int] = {}
         """Units whose momenta are exchanged, and their versions after the last step."""
         self._sent: dict[Unit, set[int]] = {}
         """Of these, the parameters whose momenta were exchanged since then."""
         defaults = {"lr": lr, "freeze_step": freeze_step, "betas": betas, "eps": eps}
         defaults["weight_decay"] = weight_decay
-        super().__init__(params, defaults, recipe_of(self._scalars_of))
+        self._alone = recipe_of(partial(self._scalars_of, exchanged=False))
+        """For parameters of one rank."""
+        super().__init__(params, defaults, recipe_of(partial(self._scalars_of, exchanged=True)))
 
-    def _scalars_of(self, group: Mapping[str, Any], step: int, clip: float) -> Any:
+    def recipe_of(self, parameter: torch.Tensor) -> Recipe:
+        """See OffloadedOptimizer: ranks exchange momenta of their parameters, and one rank makes its own."""
+        recipe = super().recipe_of(parameter)
+        return recipe if self.mine[id(parameter)].engine.ranks.size > 1 else self._alone
+
+    def _scalars_of(self, group: Mapping[str, Any], step: int, clip: float, *, exchanged: bool) -> Any:
         freeze_step = group["freeze_step"]
         if type(freeze_step) is not int or freeze_step < 1:
             raise ValueError(f"freeze_step={freeze_step!r}: expected a number of steps, 1 or more")
@@ -84,7 +93,7 @@ class OneBitAdam(OffloadedOptimizer):
             )
         lr, _, _, eps, weight_decay = options  # a schedule may change a tensor before they are used
         own = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
-        return FrozenScalars({**own, "freeze_step": freeze_step}, step, self._several)
+        return FrozenScalars({**own, "freeze_step": freeze_step}, step, exchanged)
 
     # Room
 
@@ -93,7 +102,6 @@ class OneBitAdam(OffloadedOptimizer):
         for parameter in parameters:
             engine = self.mine[id(parameter)].engine
             _check(engine, parameter)
-            self._several |= engine.ranks.size > 1
             engine.parameters.unit_of(parameter)[0].record.may_have(all_worker_fields(_workers(engine)))
             engine.gradients.send_momenta_of(self)
         super().take(parameters)
@@ -194,19 +202,26 @@ def _check(engine: Engine, parameter: nn.Parameter) -> None:
     """Raises: UnsupportedError where momenta of a parameter cannot be exchanged."""
     unit = engine.parameters.unit_of(parameter)[0]
     name = engine.parameters.name_of(parameter)
-    why = ""
+    used = {Feature.ONE_BIT: f"OneBitAdam of {name}"}
     if not engine.device.is_host:
-        why = f"it computes on {engine.ranks.device!r}, and momenta are made by the CPU"
-    elif engine.stages.mesh.several or engine.stages.several:
-        why = "the model is divided over a mesh, or into stages"
-    elif not unit.record.holders.are_all:
-        why = "ranks divide its experts"
-    elif unit in engine.residency.routed and engine.ranks.size > 1:
-        why = 'the data decides whether it is used (Config(experts="whole") builds it as one parameter)'
-    elif engine.config.quantized_gradients is not None:
-        why = "Config(quantized_gradients=...) codes gradients in another way; leave one of the two out"
-    if why:
-        raise UnsupportedError(f"OneBitAdam of {name}: {why}. Otherwise {_INSTEAD}")
+        used[Feature.ACCELERATOR] = f"device={engine.ranks.device!r}"
+    if engine.stages.mesh.several:
+        used[Feature.MESH] = "a mesh over which the model is divided"
+    if engine.stages.several:
+        used[Feature.PIPELINE] = "a model in stages"
+    asked = features_of(engine.config)
+    if not unit.record.holders.are_all:
+        used[Feature.EXPERT_PARALLEL] = asked[Feature.EXPERT_PARALLEL]
+    if Feature.QUANTIZED_GRADIENTS in asked:
+        used[Feature.QUANTIZED_GRADIENTS] = asked[Feature.QUANTIZED_GRADIENTS]
+    why = why_not(used)
+    if why is None and unit in engine.residency.routed and engine.ranks.size > 1:
+        why = (
+            f"OneBitAdam of {name}: the data decides whether it is used "
+            '(Config(experts="whole") builds it as one parameter)'
+        )
+    if why is not None:
+        raise UnsupportedError(f"{why}. Otherwise {_INSTEAD}")
 
 
 def _begin(engine: Engine, unit: Unit) -> None:

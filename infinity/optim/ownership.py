@@ -166,7 +166,7 @@ class Owning:
         if self._rooms.get(id(parameter)) is record.fields:
             return
         self._make_own(engine, [parameter])
-        if any(name not in record for name in self.recipe_of(parameter).fields(record.schema)):
+        if self._missing(parameter):
             self._add_fields(parameter)
         if id(parameter) not in self._begun:
             self._begun.add(id(parameter))
@@ -179,9 +179,14 @@ class Owning:
         engine.parameters.make_own(list(records), f"{type(self).__name__} trains them")
 
     def _missing(self, parameter: nn.Parameter) -> list[str]:
-        """Return the fields of a parameter's state that its record does not have yet."""
-        record = self.mine[id(parameter)].engine.parameters.unit_of(parameter)[0].record
-        return [name for name in self.recipe_of(parameter).fields(record.schema) if name not in record]
+        """Return the fields of a parameter's state that its record does not have yet, and of errors that
+        ranks keep of its gradients.
+        """
+        engine = self.mine[id(parameter)].engine
+        record = engine.parameters.unit_of(parameter)[0].record
+        errors = engine.partition.error_fields(record) if engine.partition is not None else ()
+        names = *self.recipe_of(parameter).fields(record.schema), *errors
+        return [name for name in names if name not in record]
 
     def _missing_nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
         """Return the bytes by which records grow for the state of these parameters."""

@@ -80,13 +80,18 @@ def needs(demand: Demand, machine: Capacity) -> tuple[Need, ...]:
     setting = demand.setting
     ranks, on_gpu = setting.local_ranks, setting.device_nbytes is not None
     computing = _computing(demand)
-    of_host = [("host_memory", ranks * demand.held_nbytes)]
+    used_nbytes, waiting_nbytes = demand.in_common_nbytes
+    held_nbytes = demand.held_nbytes - demand.second_nbytes
+    of_host = [("host_memory", ranks * held_nbytes - (ranks - 1) * min(waiting_nbytes, held_nbytes))]
+    of_host.append(("second parts of weights", ranks * demand.second_nbytes))
     if (process := machine.process) is not None:
         of_host.append(("Python and torch", ranks * process.own_nbytes + process.shared_nbytes))
     if not on_gpu:
-        of_host += [(name, ranks * nbytes) for name, nbytes in computing]
-        held_nbytes = 0 if machine.lean_malloc else _held_by_malloc(demand)
-        of_host.append(("held by malloc", ranks * held_nbytes))
+        (layers, in_use), *others = computing
+        of_host.append((layers, ranks * in_use - (ranks - 1) * min(used_nbytes, in_use)))
+        of_host += [(name, ranks * nbytes) for name, nbytes in others]
+        by_malloc = 0 if machine.lean_malloc else _held_by_malloc(demand)
+        of_host.append(("held by malloc", ranks * by_malloc))
     found = [_need(HOST_MEMORY, of_host, machine.memory_nbytes)]
     if on_gpu:
         window = demand.limits.window_nbytes if demand.setting.device_nbytes != 1 else 0  # 1 stands for none

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from infinity.planning.exchange import Exchanges, Links
 from infinity.planning.expert_tokens import token_traffic
 from infinity.planning.outline import Outline
 from infinity.planning.setting import Setting
@@ -32,6 +33,14 @@ class Crossing:
     """At most."""
     place: str
     """WITHIN, BETWEEN or BOTH."""
+    between_nbytes: int = 0
+    """Of these bytes, that go to other machines."""
+
+    def seconds(self, near: float, far: float) -> float:
+        """Return how long they take over links of so many bytes a second, within a machine and between
+        machines.
+        """
+        return (self.nbytes - self.between_nbytes) / near + self.between_nbytes / far
 
 
 def place_of(size: int, stride: int, local: int) -> str:
@@ -44,11 +53,12 @@ def place_of(size: int, stride: int, local: int) -> str:
 def crossings(outline: Outline, setting: Setting) -> tuple[Crossing, ...]:
     """Return what the ranks send, by kind of parallelism. outline: what one rank has."""
     tensor, sharers, data = setting.tensor_parallel, setting.method.sequence_parallel, setting.data_ranks
-    groups = {
+    weights = _of_weights(outline, setting)
+    groups: dict[str, tuple[int, int, str, float]] = {
         "tensor": (tensor, 1, "parts of sums of each layer", _of_layers(outline, setting)),
         "sequence": (sharers, tensor, "tokens for heads, in attention", _of_sequences(outline, setting)),
         "experts": (setting.expert_parallel, tensor, "tokens to their experts", _of_tokens(outline, setting)),
-        "data": (data, tensor, "weights and gradients", _of_weights(outline, setting)),
+        "data": (data, tensor, "weights and gradients", weights.nbytes),
         "pipeline": (
             setting.pipeline_parallel,
             tensor * data,
@@ -56,11 +66,15 @@ def crossings(outline: Outline, setting: Setting) -> tuple[Crossing, ...]:
             _of_stages(outline, setting),
         ),
     }
-    return tuple(
-        Crossing(by, what, size, round(nbytes), place_of(size, stride, setting.local_ranks))
-        for by, (size, stride, what, nbytes) in groups.items()
-        if size > 1
-    )
+    found = []
+    for by, (size, stride, what, nbytes) in groups.items():
+        place = place_of(size, stride, setting.local_ranks)
+        crossing = 0 if place == WITHIN else round(nbytes)
+        if by == "data" and place == BOTH and setting.device_nbytes is None:
+            crossing = weights.between
+        if size > 1:
+            found.append(Crossing(by, what, size, round(nbytes), place, crossing))
+    return tuple(found)
 
 
 def _row_nbytes(outline: Outline, setting: Setting) -> float:
@@ -98,18 +112,23 @@ def _of_tokens(outline: Outline, setting: Setting) -> float:
     return sent.to_others_nbytes if sent is not None else 0
 
 
-def _of_weights(outline: Outline, setting: Setting) -> float:
-    """Each use gathers a unit, each gradient is summed."""
+def _of_weights(outline: Outline, setting: Setting) -> Links:
+    """Each use gathers a unit, from second parts where these have its values; each gradient is summed."""
     width = 4 if setting.dtype == "fp32" else 2
     script = outline.script(micro_batches=setting.micro_batches)
     uses = Counter(act.unit for act in script if act.verb == "use")
-    total = 0.0
+    total = Links()
     for unit, part in enumerate(outline.parts):
         holders = setting.holders(part)
-        if part.elsewhere or part.idle or holders == 1:
+        if part.elsewhere or part.idle or holders == 1 or not uses[unit]:
             continue
-        sums = setting.micro_batches if part.trainable else 0
-        total += part.share * (uses[unit] + sums) * part.numel * width * (1 - 1 / holders)
+        of_unit, share = Exchanges(setting, width, holders), -(-part.numel // holders)
+        again, sums = of_unit.gathered_again(share), 1 if setting.one_bit else setting.micro_batches
+        first = uses[unit] if again is None else int(part.trainable)
+        sent = of_unit.gathered(share).times(first)
+        sent += (again or Links()).times(uses[unit] - first)
+        sent += of_unit.reduced(share).times(sums if part.trainable else 0)
+        total += sent.times(part.share)
     return total
 
 

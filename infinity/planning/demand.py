@@ -13,14 +13,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from types import MappingProxyType
 
 from infinity.errors import HostMemoryError
 from infinity.planning.activations import PeakMoment, Usage, kept_by_budget, peak_moments, usage
 from infinity.planning.budget import Budget, divide, least_budget, least_that, scratch_nbytes
-from infinity.planning.coded import sent_nbytes
+from infinity.planning.exchange import Exchanges, Links
 from infinity.planning.forecast import EngineLimits, Moves
 from infinity.planning.layout import RecordSchema, lay_out
+from infinity.planning.offloaded import offloaded_nbytes
 from infinity.planning.outline import Act, Outline, Stage, trace_of
 from infinity.planning.placement import (
     Candidate,
@@ -74,6 +76,10 @@ class Demand:
     """Of the units that live on the device, out of `Setting.device_nbytes`."""
     records_nbytes: int = 0
     """Of these, whole records, with their gradients and what their updates need."""
+    second_nbytes: int = 0
+    """Of host_memory, for second parts of weights."""
+    in_common_nbytes: tuple[int, int] = (0, 0)
+    """Of weights in use, and of those that wait, that lie once on a machine for all of its ranks."""
 
     @property
     def working_nbytes(self) -> int:
@@ -99,7 +105,7 @@ class Demand:
         # buffers of gradients that are gone are kept for the next step, as far as the outgoing share has room
         of_gradients = budget.outgoing_nbytes + (self.kept_gradients_nbytes if waits else 0)
         taken += min(of_gradients, self.gradients_nbytes)
-        return min(budget.total_nbytes, taken)
+        return min(budget.total_nbytes, taken) + self.second_nbytes
 
     @property
     def moment(self) -> PeakMoment:
@@ -149,6 +155,12 @@ class _Sizes:
     """Of the steps, that use each unit."""
     holders: tuple[int, ...]
     """Ranks that have shares of each unit."""
+    second: tuple[int, ...]
+    """Bytes of this rank's second part of each unit, in host memory."""
+    stored: tuple[int, ...]
+    """Likewise, of those on NVMe."""
+    workers: tuple[int, ...]
+    """Bytes of the momenta and errors that this rank has of each unit, beside its state, for 1-bit Adam."""
 
     def field(self, unit: int, name: str, tile_numel: int) -> int:
         """Bytes of a field in its extent."""
@@ -171,14 +183,21 @@ def _sizes(outline: Outline, setting: Setting) -> _Sizes:
     wholes = [lay_out([("", shape) for shape in part.shapes], align).numel for part in outline.parts]
     resident = [0 if part.idle else whole for part, whole in zip(outline.parts, wholes, strict=True)]
     here = [0 if part.elsewhere else whole for part, whole in zip(outline.parts, wholes, strict=True)]
+    shares = tuple(round_up(-(-whole // count), align) for whole, count in zip(here, holders, strict=True))
+    nbytes = tuple(schema.width * whole for whole in resident)
+    ranks = [Exchanges(setting, schema.width, count) for count in holders]
+    workers = [share if moving else 0 for share, moving in zip(shares, moves, strict=True)]
     return _Sizes(
         schema,
-        tuple(round_up(-(-whole // count), align) for whole, count in zip(here, holders, strict=True)),
-        tuple(schema.width * whole for whole in resident),
+        shares,
+        nbytes,
         numels,
         tuple(wide * numel for numel in numels),
         tuple(part.share for part in outline.parts),
         holders,
+        tuple(of.second_nbytes(one) for of, one in zip(ranks, nbytes, strict=True)),
+        (0,) * len(nbytes),
+        tuple(of.worker_nbytes(one) for of, one in zip(ranks, workers, strict=True)),
     )
 
 
@@ -212,6 +231,8 @@ def demand(outline: Outline, setting: Setting) -> Demand:
             f"{format_size(least)}; or plan with NVMe."
         )
     budget = divide(setting.rank_host_nbytes, max(sizes.resident), sizes.schema, on_device=on_gpu)
+    sizes = _with_stored(sizes, budget) if setting.nvme else sizes
+    budget = replace(budget, total_nbytes=budget.total_nbytes - sum(sizes.second))
     window = budget.ahead_nbytes if setting.device_nbytes is None else setting.device_nbytes
     script = outline.script(micro_batches=setting.micro_batches)
     trace = trace_of(script)
@@ -236,7 +257,7 @@ def demand(outline: Outline, setting: Setting) -> Demand:
         tiers = InputTiers(max(room, 0), setting.nvme)
         width = sizes.schema.width
         used = usage(outline.activations, setting.method, width, gpu=on_gpu, tiers=tiers)
-    offloaded = _offloaded(used, setting, room)
+    offloaded = offloaded_nbytes(used, setting, room)
     in_place = [_in_place(unit, setting, placement) for unit in range(len(sizes.numels))]
     in_use = [_in_use(stage, sizes, in_place) for stage in outline.stages]
     gradients_there = _stored_gradients(outline, sizes, setting, in_first)
@@ -258,6 +279,8 @@ def demand(outline: Outline, setting: Setting) -> Demand:
         moments=tuple(peak_moments(in_use, [stage.recomputed for stage in outline.stages], used)),
         lodged_nbytes=lodged_nbytes,
         records_nbytes=records_nbytes,
+        second_nbytes=sum(sizes.second),
+        in_common_nbytes=_in_common(outline, sizes, setting, budget),
         uses=len(trace),
     )
 
@@ -285,8 +308,19 @@ def _holds(sizes: _Sizes, total_nbytes: int, *, on_gpu: bool) -> bool:
     weights = sizes.fields(sizes.schema.weights, building.tile_numel)
     training = divide(total_nbytes, max(sizes.resident), sizes.schema, on_device=on_gpu)
     moments = sizes.fields(sizes.schema.moments, building.tile_numel)
-    needed = weights + moments + sum(sizes.gradients)
+    needed = weights + moments + sum(sizes.gradients) + sum(sizes.second) + sum(sizes.workers)
     return weights <= building.kept_nbytes and needed <= training.kept_nbytes
+
+
+def _with_stored(sizes: _Sizes, budget: Budget) -> _Sizes:
+    """Return the sizes with those second parts on NVMe that host memory has no room for, the last ones."""
+    fit = sum(total <= budget.kept_nbytes for total in accumulate(sizes.second))
+    nothing = (0,) * len(sizes.second)
+    return replace(
+        sizes,
+        second=sizes.second[:fit] + nothing[fit:],
+        stored=nothing[:fit] + sizes.second[fit:],
+    )
 
 
 # What is pinned
@@ -439,14 +473,18 @@ def _moves(
         }
         of_gradient = spills.get(unit, ())
         in_place = _in_place(unit, setting, placement)
+        gathered, again, reduced = _exchanged(sizes, setting, unit)
+        workers = sizes.workers[unit] if setting.nvme else 0
         yield Moves(
             numel=sizes.numels[unit],
             hi_nbytes=away.get("hi", 0),
-            state_nbytes=sum(away.values()) - away.get("hi", 0),
-            state_fields=len(away.keys() - {"hi"}),
+            state_nbytes=sum(away.values()) - away.get("hi", 0) + workers,
+            state_fields=len(away.keys() - {"hi"}) + (workers > 0),
             waiting_nbytes=0 if in_place else sizes.resident[unit],
-            gathered_nbytes=_of_others(sizes, unit, setting.quantized_weights),
-            reduced_nbytes=_of_others(sizes, unit, setting.quantized_gradients),
+            gathered_nbytes=gathered.nbytes,
+            again_nbytes=again.nbytes if again is not None else None,
+            second_nbytes=sizes.stored[unit],
+            reduced_nbytes=reduced.nbytes,
             coded=_is_coded(sizes, setting, unit),
             in_place=in_place,
             trainable=part.trainable and not _is_record(sizes, placement, unit),
@@ -463,11 +501,13 @@ def _is_coded(sizes: _Sizes, setting: Setting, unit: int) -> bool:
     return setting.quantized_weights is not None and sizes.holders[unit] > 1
 
 
-def _of_others(sizes: _Sizes, unit: int, kind: str | None) -> int:
-    """Return the bytes that other ranks send of a unit, in a type that Config names, or as it is."""
-    ranks, width = sizes.holders[unit], sizes.schema.width
-    share = sizes.resident[unit] // width // ranks
-    return (ranks - 1) * sent_nbytes(share, kind, width)
+def _exchanged(sizes: _Sizes, setting: Setting, unit: int) -> tuple[Links, Links | None, Links]:
+    """Return what others send of a unit when it is assembled, when it is once more, and when its gradient is
+    summed.
+    """
+    width, ranks = sizes.schema.width, sizes.holders[unit]
+    share, between = sizes.resident[unit] // width // ranks, Exchanges(setting, width, ranks)
+    return between.gathered(share), between.gathered_again(share), between.reduced(share)
 
 
 def _moved(
@@ -490,13 +530,21 @@ def _moved(
             continue
         starts_there = used_last.get(unit) == "B" and not _is_coded(sizes, setting, unit)
         again = setting.update == "backward" and trainable and not starts_there
+        reads = fetches
+        if sizes.second[unit] + sizes.stored[unit]:  # which are what further uses assemble it from
+            moved["second", "read"] += sizes.stored[unit] * max(fetches - 1, 0)
+            moved["second", "written"] += sizes.stored[unit] if trainable else 0
+            reads = min(fetches, 1)
         for name in sizes.schema.fields:
             if (unit, name) in placement or not (trainable or name == "hi"):
                 continue
             nbytes = sizes.field(unit, name, budget.tile_numel)
             anew = trainable and name in sizes.schema.derived
-            moved[name, "read"] += nbytes * (fetches + again - anew if name == "hi" else 1)
+            moved[name, "read"] += nbytes * (reads + again - anew if name == "hi" else 1)
             moved[name, "written"] += nbytes if trainable else 0
+        if sizes.workers[unit] and setting.nvme:
+            moved["workers", "read"] += sizes.workers[unit]
+            moved["workers", "written"] += sizes.workers[unit]
         if of_gradient := spills.get(unit):
             moved["grad", "read"] += sum(read for read, _ in of_gradient) + of_gradient[-1][1]
             moved["grad", "written"] += sum(written for _, written in of_gradient)
@@ -507,7 +555,8 @@ def _stored(sizes: _Sizes, setting: Setting, budget: Budget) -> int:
     if not setting.nvme:
         return 0
     generations = 2 if setting.durable or setting.speculate else 1
-    return generations * sizes.fields(sizes.schema.fields, budget.tile_numel)
+    of_records = sizes.fields(sizes.schema.fields, budget.tile_numel) + sum(sizes.workers)
+    return generations * of_records + sum(sizes.stored)
 
 
 def _stored_gradients(outline: Outline, sizes: _Sizes, setting: Setting, spills: Spills) -> int:
@@ -518,25 +567,6 @@ def _stored_gradients(outline: Outline, sizes: _Sizes, setting: Setting, spills:
         wide += 4  # from the second on sums are kept in fp32, beside the first's place
     in_turn = {unit for unit, part in enumerate(outline.parts) if part.idle and setting.update == "forward"}
     return sum(wide * sizes.numels[unit] for unit in {*spills, *in_turn})  # each has its turn
-
-
-def _offloaded(used: Usage | None, setting: Setting, room_nbytes: int) -> int:
-    """Return the bytes of activations that find no room in host memory, and go to NVMe; the newest stays.
-
-    Raises: HostMemoryError where there is no NVMe.
-    """
-    if used is None or setting.method.activation_nbytes is not None:
-        return used.on_nvme_nbytes if used is not None else 0
-    leaving = used.leaving_nbytes
-    nbytes = leaving if setting.method.offload == "nvme" else max(0, leaving - room_nbytes)
-    if nbytes and not setting.nvme:
-        raise HostMemoryError(
-            f'offload_activations="host": {format_size(leaving)} of activations on each rank, and '
-            f"host_memory={format_size(setting.host_nbytes)} leaves "
-            f"{format_size(max(0, room_nbytes))} for them. Give "
-            f"{format_size(setting.local_ranks * nbytes)} more, or plan with NVMe."
-        )
-    return nbytes
 
 
 def _kept_gradients(sizes: _Sizes, setting: Setting, spills: Spills) -> int:
@@ -553,3 +583,13 @@ def _in_use(stage: Stage, sizes: _Sizes, in_place: Sequence[bool]) -> int:
     if stage.recomputed:
         return sum(own.values()) + max(sizes.resident[unit] for unit in stage.units)
     return max(own[unit] + sizes.resident[unit] for unit in stage.units)
+
+
+def _in_common(outline: Outline, sizes: _Sizes, setting: Setting, budget: Budget) -> tuple[int, int]:
+    """Return the bytes of weights that lie once on a machine: of the stage that uses most, and that wait."""
+    if not setting.shared_memory or setting.near(setting.data_ranks) == 1:
+        return 0, 0
+    used = [
+        (sum if one.recomputed else max)(sizes.resident[unit] for unit in one.units) for one in outline.stages
+    ]
+    return max(used), min(budget.ahead_nbytes, sum(sizes.resident))

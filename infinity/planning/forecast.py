@@ -58,6 +58,12 @@ class Moves:
     """What it takes of the window while it waits for its use."""
     gathered_nbytes: int = 0
     """What other ranks send when it is gathered."""
+    again_nbytes: int | None = None
+    """What neighbours send when it is assembled once more with the same values, of whose record nothing is
+    read; None where that goes as the first time.
+    """
+    second_nbytes: int = 0
+    """Of its second part, if that is on NVMe: written when it is assembled first, read when it is again."""
     reduced_nbytes: int = 0
     """What they send when its gradient is reduced."""
     coded: bool = False
@@ -165,6 +171,8 @@ class _Unit:
         self.window_nbytes, self.in_place = moves.waiting_nbytes, moves.in_place
         self.residence: Residence[SimulatedPass] = Residence()
         self.pending = False
+        self.assembled = False
+        """Whether neighbours have second parts of the values that it has now."""
         self.allocated = self.arrived = self.left = NOW
         """When its memory on an accelerator may be written, when it may be used there, and when its last
         gradient is in host memory.
@@ -332,28 +340,34 @@ class _Walk(Residency[_Unit, SimulatedPass]):
     def _begin_fetch(self, unit: _Unit, *, urgent: bool) -> Job:
         """Bring a unit, with its pending update; the other ranks' shares of it are gathered afterwards."""
         moves = unit.moves
+        sent: int | None = moves.gathered_nbytes
         if unit.pending:
             unit.pending = False
             rest = moves.state_nbytes
             read = rest + moves.spilled_nbytes + (0 if moves.derived else moves.hi_nbytes)
-            job = self._pass(unit, read, moves.hi_nbytes + rest, moves.numel, unit.left, uploads=True)
+            written = moves.hi_nbytes + rest + moves.second_nbytes
+            job = self._pass(unit, read, written, moves.numel, unit.left, uploads=True)
         else:
-            job = self._pass(unit, moves.hi_nbytes, 0, 0, uploads=True)
-        fetch = self._gathered(unit, job) if moves.gathered_nbytes else job
+            again = unit.assembled and moves.again_nbytes is not None
+            read, written = (moves.second_nbytes, 0) if again else (moves.hi_nbytes, moves.second_nbytes)
+            job = self._pass(unit, read, written, 0, uploads=True)
+            sent = moves.again_nbytes if again else sent
+        unit.assembled = True
+        fetch = self._gathered(job, sent) if sent else job
         self._lane.submit(job, urgent=urgent)
         return fetch
 
     def _has_masters(self, unit: _Unit) -> bool:
         return super()._has_masters(unit) and not unit.moves.coded
 
-    def _gathered(self, unit: _Unit, job: SimulatedPass) -> Job:
+    def _gathered(self, job: SimulatedPass, nbytes: int) -> Job:
         """Return a job that is done once the other ranks' shares have come, too."""
         whole = _Gathering(self._lane)
-        job.call_when_done(lambda: self._clock.serve("link", unit.moves.gathered_nbytes, whole.end))
+        job.call_when_done(lambda: self._clock.serve("link", nbytes, whole.end))
         return whole
 
     def _make_update(self, unit: _Unit, *, resident: bool) -> SimulatedPass:
-        moves = unit.moves
+        moves, unit.assembled = unit.moves, False
         read = moves.state_nbytes + (0 if resident else moves.hi_nbytes)
         return self._pass(unit, read, moves.hi_nbytes + moves.state_nbytes, moves.numel)
 
@@ -497,7 +511,7 @@ class _DeviceWalk(_Walk):
 
         return upload
 
-    def _gathered(self, _unit: _Unit, job: SimulatedPass) -> Job:
+    def _gathered(self, job: SimulatedPass, _nbytes: int) -> Job:
         """Return the job itself: the accelerator waits for the other ranks' shares, and the host does not."""
         return job
 

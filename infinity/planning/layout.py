@@ -27,7 +27,7 @@ _MOMENTS: dict[str, dict[str, float]] = {
     "int8": {"m": 1, "v": 1, "scale": 8 / STATE_BLOCK},
     "int4": {"mv": 1, "scale": 8 / STATE_BLOCK},
 }
-_OTHERS = {"grad16": 2, "grad32": 4, "activation": 2}
+_OTHERS = {"grad16": 2, "grad32": 4, "activation": 2, "second": 2}
 _SLOT_NBYTES = 16
 
 
@@ -37,7 +37,7 @@ class RecordSchema:
 
     state_dtype: "fp32", "bf16", "int8" or "int4", of which `mv` has both moments of an element in a byte;
     dtype: "bf16", "fp16" or "fp32". `hi` is what computes, whatever its type. grad16 and grad32 are a spilled
-    gradient's two forms; an activation is a record of its own.
+    gradient's two forms; an activation is a record of its own, and so is a second part of weights.
     """
 
     def __init__(self, state_dtype: str, dtype: str = "bf16", more: Sequence[str] = ()) -> None:

@@ -8,6 +8,7 @@ from infinity.errors import ConfigError
 from infinity.planning.activations import Method
 from infinity.planning.coded import BITS
 from infinity.planning.outline import UnitOutline
+from infinity.planning.together import Feature, said, why_not
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,12 @@ class Setting:
     quantized_weights: str | None = None
     quantized_gradients: str | None = None
     """In which type ranks send them: see Config."""
+    secondary_shard: int = 0
+    """Neighbours that keep second parts of weights: see Config; 0: none do."""
+    shared_memory: bool = False
+    """Whether the ranks of a machine have memory in common: see Config."""
+    one_bit: bool = False
+    """Whether ranks exchange momenta at one bit, as OneBitAdam once the variance is frozen."""
     method: Method = field(default_factory=Method)
     """How activations are kept, and of how many tokens."""
 
@@ -88,10 +95,6 @@ class Setting:
             kind = getattr(self, name)
             if kind is not None and kind not in known:
                 raise ConfigError(f"{name}={kind!r}: expected {' or '.join(map(repr, known))}, or None")
-            if kind is not None and self.device_nbytes is not None:
-                raise ConfigError(f"{name}={kind!r} with memory of an accelerator: it is for CPUs alone")
-        if self.quantized_weights is not None and self.dtype == "fp32":
-            raise ConfigError('quantized_weights with dtype="fp32": what ranks send would be the masters')
         if self.ranks % self.local_ranks:
             raise ConfigError(
                 f"{self.ranks} ranks, {self.local_ranks} on each machine: expected a whole number of machines"
@@ -107,11 +110,41 @@ class Setting:
                 f"{self.ranks} ranks{with_data}, {self.expert_parallel} that divide experts: expected a "
                 "whole number of such groups"
             )
+        if self.secondary_shard and self.near(self.data_ranks) % self.secondary_shard:
+            raise ConfigError(
+                f"secondary_shard={self.secondary_shard}: {self.near(self.data_ranks)} ranks of a machine "
+                "share a model, of which neighbours keep second parts together: expected a divisor of that"
+            )
+        if self.one_bit and (self.dtype, self.state_dtype) not in (("bf16", "fp32"), ("fp32", "fp32")):
+            raise ConfigError(
+                f"one_bit with dtype={self.dtype!r}, state_dtype={self.state_dtype!r}: OneBitAdam has "
+                "moments in fp32, of weights in bf16 or fp32"
+            )
+        if (why := why_not(self._features())) is not None:
+            raise ConfigError(why)
         if self.pipeline_parallel > 1 and self.method.activation_nbytes is not None:
             raise ConfigError(
                 "activation_memory with a pipeline: what its micro-batches keep at once is not planned by a "
                 "budget. Leave one of the two out"
             )
+
+    def _features(self) -> dict[Feature, str]:
+        """Return what ranks do that may not go together."""
+        on_gpu = self.device_nbytes is not None
+        used = {
+            Feature.QUANTIZED_WEIGHTS: ("quantized_weights", self.quantized_weights is not None),
+            Feature.QUANTIZED_GRADIENTS: ("quantized_gradients", self.quantized_gradients is not None),
+            Feature.SECONDARY_SHARD: ("secondary_shard", self.secondary_shard > 0),
+            Feature.SHARED_MEMORY: ("shared_memory", self.shared_memory),
+            Feature.ONE_BIT: ("one_bit", self.one_bit),
+            # of experts on accelerators a plan says what they would take, though no engine divides them yet
+            Feature.EXPERT_PARALLEL: ("expert_parallel", self.expert_parallel > 1 and not on_gpu),
+            Feature.MESH: ("tensor_parallel", self.tensor_parallel > 1),
+            Feature.PIPELINE: ("pipeline_parallel", self.pipeline_parallel > 1),
+            Feature.ACCELERATOR: ("device_nbytes", on_gpu),
+            Feature.FP32: ("dtype", self.dtype == "fp32"),
+        }
+        return {one: said(name, getattr(self, name)) for one, (name, is_asked) in used.items() if is_asked}
 
     def _check_activations(self) -> None:
         if self.method.offload not in (None, "host", "nvme"):
@@ -137,6 +170,14 @@ class Setting:
     def holders(self, part: UnitOutline) -> int:
         """Return how many ranks have a share of a unit that this one has, too."""
         return self.data_ranks // self.expert_parallel if part.divided else self.data_ranks
+
+    def near(self, holders: int) -> int:
+        """Return how many of the ranks that have shares of a unit are on one machine; 1 where they do not lie
+        evenly on machines.
+        """
+        apart = self.tensor_parallel * (self.data_ranks // holders)
+        count = min(holders, self.local_ranks // apart)
+        return count if count > 0 and self.local_ranks % apart == 0 and holders % count == 0 else 1
 
     @property
     def data_ranks(self) -> int:

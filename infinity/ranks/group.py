@@ -200,20 +200,22 @@ class Channel:
         if self.hops is None or beside is None:
             self._do(what, self._over(whole), partial(all_gather, whole, part))
             return
-        grid = self.hops.grid
-        self._do(what, self.hops.between, partial(all_gather, beside, part))
-        self.crossed_nbytes += (grid.machines - 1) * part.nbytes
-        for there, one in zip(whole.view(grid.machines, -1), beside.view(grid.machines, -1), strict=True):
+        self.gather_between(beside, part, what)
+        machines = self.hops.grid.machines
+        for there, one in zip(whole.view(machines, -1), beside.view(machines, -1), strict=True):
             self._do(what, self.hops.within, partial(all_gather, there, one))
+
+    def gather_between(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> None:
+        """Fill `whole` with the parts of the ranks of this one's number on all machines, in their order."""
+        self._do(what, self._hop(what).between, partial(all_gather, whole, part))
+        self.crossed_nbytes += whole.nbytes - part.nbytes
 
     def gather_near(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> None:
         """Fill `whole` with the parts of this rank and its neighbours, in the order of ranks."""
         self._do(what, self._near, partial(all_gather, whole, part))
 
     def gather_beside_numel(self, numel: int) -> int:
-        """Return the elements of memory that `gather` takes beside the whole, of parts of `numel`, to go in
-        two hops; 0 where there are none.
-        """
+        """Return the elements of memory that `gather` takes for two hops, of parts of `numel`; 0 for one."""
         return self.hops.grid.machines * numel if self.hops is not None and self._hops_on_host else 0
 
     def spread(self, values: torch.Tensor, root: int, what: str) -> None:
@@ -240,13 +242,16 @@ class Channel:
         self, received: torch.Tensor, sent: torch.Tensor, what: str, *, between_machines: bool
     ) -> None:
         """Exchange equal parts within this machine, or with the ranks of this one's number on the others."""
-        if self.hops is None:
-            raise AssertionError(f"{what}: expected ranks on several machines, got {self.ranks.grid}")
-        group = self.hops.between if between_machines else self.hops.within
+        hops = self._hop(what)
+        group = hops.between if between_machines else hops.within
         self._do(what, group, partial(dist.all_to_all_single, received, sent))
         if between_machines:
-            machines = self.hops.grid.machines
-            self.crossed_nbytes += sent.nbytes // machines * (machines - 1)
+            self.crossed_nbytes += sent.nbytes // hops.grid.machines * (hops.grid.machines - 1)
+
+    def _hop(self, what: str) -> Hops:
+        if self.hops is None:
+            raise AssertionError(f"{what}: expected ranks on several machines, got {self.ranks.grid}")
+        return self.hops
 
     def _do(self, what: str, group: Any, collective: Callable[..., Any]) -> None:
         hop = any(group is one for one in self._some())
@@ -528,8 +533,8 @@ class Ranks:
         return RanksError(
             f"rank {self.rank} of {self.size}: {what} failed after {waited_s:.1f} s (timeout "
             f"{timeout_s:.0f} s; {reason or type(error).__name__}). "
-            f"{'; '.join(lines)}. Look at the output of the ranks named, then start again from the last "
-            "checkpoint; Config(timeout_s=...) sets how long a rank waits."
+            f"{'; '.join(lines)}{self.waiting.steps_of(missing)}. Look at the output of the ranks named, "
+            "then start again from the last checkpoint; Config(timeout_s=...) sets how long a rank waits."
         )
 
     def _ask(self, grace_s: float) -> tuple[dict[int, str], list[int]]:

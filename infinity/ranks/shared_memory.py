@@ -15,14 +15,19 @@ import contextlib
 import ctypes
 import mmap
 import os
+import resource
 import secrets
 import socket
 import struct
 import time
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
 from infinity.errors import RanksError
+from infinity.sizes import format_size
 
 if TYPE_CHECKING:
     from infinity.ranks.group import Ranks
@@ -48,6 +53,7 @@ _RANK = struct.Struct("=q")
 _PEER_S = 5.0
 """Seconds in which one that has connected says which rank it is."""
 PAGE = mmap.PAGESIZE
+_BOOT, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 
 
 def has_nameless_memory() -> bool:
@@ -61,6 +67,22 @@ def has_nameless_memory() -> bool:
     except OSError:
         return False
     return True
+
+
+def why_no_room() -> str:
+    """Return what limits files of this process, also those in memory; nothing where nothing does."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return "" if limit == resource.RLIM_INFINITY else f"RLIMIT_FSIZE={limit} (ulimit -f)"
+
+
+def place_number() -> int:
+    """Return a number of 63 bits: processes with the same one reach each other's sockets and memory. They run
+    on one kernel, in one network namespace, as one user.
+    """
+    with contextlib.suppress(OSError):
+        place = f"{_BOOT.read_text()} {os.readlink(_NETWORK)} {os.geteuid()}"
+        return xxhash.xxh3_64_intdigest(place.encode()) >> 1
+    return secrets.randbits(63)
 
 
 class SharedMemory:
@@ -184,12 +206,20 @@ def open_shared(ranks: Ranks, nbytes: int, timeout_s: float) -> SharedMemory:
 
 
 def _made(nbytes: int) -> int:
+    """Make the file. Raises: OSError with its size, and what limits it."""
     descriptor = os.memfd_create("infinity", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, nbytes)
-    except OSError:
+    except OSError as error:
         os.close(descriptor)
-        raise
+        limit = why_no_room()
+        why = f" ({limit} limits files of this process, those in memory too: raise it)" if limit else ""
+        raise OSError(
+            error.errno,
+            f"memory that ranks share, of {format_size(nbytes)} ({nbytes} bytes, of which what is in use "
+            f"takes memory), cannot be made: {os.strerror(error.errno)}{why}. Config(shared_memory=False) "
+            "needs none",
+        ) from error
     return descriptor
 
 
@@ -218,7 +248,7 @@ def _pass_on(listening: socket.socket, memory: SharedMemory, ranks: set[int], ti
             raise RanksError(
                 f"rank {names} did not come for the memory that the machine's ranks share within "
                 f"{timeout_s:.0f} s. Likely cause: it has ended, or runs in a container with a network of "
-                "its own; leave Config(shared_memory=True) out there"
+                "its own; Config(shared_memory=False) has none"
             ) from None
 
 

@@ -7,6 +7,9 @@ that waits at the same place has come, and one that does something alone will co
 nothing, or waits elsewhere, is named in a warning, one for all waits at the time. The wait goes on: the rank
 may only be slow. Ranks that meet for different operations get an error at once (see Channel.agree), and so do
 ranks that lose the connection to one that has ended.
+
+Each rank also posts how many steps it has begun: one that is not there and has begun fewer had fewer batches,
+or is behind.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -67,9 +70,33 @@ class Waiting:
         """key: the prefix of the ranks' keys in the store."""
         self._key, self._rank, self._size = f"{key} at", rank, size
         self._timeout_s, self._told_s = timeout_s, -_APART_S
+        self._steps = 0
         self._lock = threading.Lock()
         self._waits: list[str] = []
         self._alone: list[str] = []
+
+    def step_begins(self) -> None:
+        """Post that this rank begins a step, or a forward without gradients."""
+        self._steps += 1
+        with contextlib.suppress(Exception):  # the store may have died with its process
+            store().set(f"{self._key} step {self._rank}", str(self._steps))
+
+    def steps_of(self, ranks: Iterable[int]) -> str:
+        """Return the end of a message that names ranks which are not there: which of them have begun fewer
+        steps than this one, and the likely cause.
+        """
+        begun = {}
+        with contextlib.suppress(Exception):
+            for rank in ranks:
+                key = f"{self._key} step {rank}"
+                begun[rank] = int(store().get(key)) if store().check([key]) else 0
+        fewer = [f"rank {rank} has begun {steps}" for rank, steps in begun.items() if steps < self._steps]
+        if not fewer:
+            return ""
+        return (
+            f"; {', '.join(fewer)} steps or rounds, this rank {self._steps}: it may have had fewer batches "
+            "(even_batches=False, or a sampler that divides unevenly); give all ranks as many"
+        )
 
     def until(self, work: Any, what: str, listen: Callable[[], None] | None = None) -> None:
         """Wait for a collective over gloo. listen: called again and again meanwhile; its error ends the wait.
@@ -112,13 +139,14 @@ class Waiting:
 
     def _look(self, what: str) -> None:
         """Warn of the late ranks."""
-        missing = []
+        missing, late = [], list[int]()
         try:
             for rank in range(self._size):
                 said = self._said(rank) if rank != self._rank else [f"waits {what}"]
                 if f"waits {what}" in said or any(one.startswith("does ") for one in said):
                     continue
                 others = [one.removeprefix("waits ") for one in said]
+                late.append(rank)
                 missing.append(
                     f"rank {rank} " + (f"waits at {brief(others[0])}" if others else "has not come")
                 )
@@ -131,7 +159,9 @@ class Waiting:
                 "state_dict on some ranks alone (`if rank == 0: model(x)`), while others wait in a barrier "
                 "or go on. All ranks have to run what reads parameters. The rank may also be slow: the wait "
                 "goes on, up to the timeout of %.0f s.",
-                *(self._rank, self._size, LOOKS_S, brief(what), "; ".join(missing), self._timeout_s),
+                *(self._rank, self._size, LOOKS_S, brief(what)),
+                "; ".join(missing) + self.steps_of(late),
+                self._timeout_s,
             )
 
     def _said(self, rank: int) -> list[str]:

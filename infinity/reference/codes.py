@@ -43,12 +43,19 @@ def as_sent(values: Tensor, bits: int) -> Tensor:
     return decode(*encode(values.flatten(), bits)).view(values.shape)
 
 
-def mean_over_ranks(rows: Sequence[Tensor], bits: int, machines: int = 1) -> Tensor:
+def mean_over_ranks(
+    rows: Sequence[Tensor], bits: int, machines: int = 1, errors: Sequence[Tensor] = ()
+) -> Tensor:
     """Return the mean over all ranks of a parameter's gradients, of the same type; of so many machines, which
-    the ranks fill one after the other.
+    the ranks fill one after the other. errors: what was left out of each rank's gradients before, in fp32,
+    which is added to them and replaced by what is left out now; none: it is lost.
     """
     near = len(rows) // machines
-    came = [as_sent(row, bits) for row in rows]
+    given = [row.float() + error for row, error in zip(rows, errors, strict=True)] if errors else rows
+    came = [as_sent(one, bits) for one in given]
+    for one, sent, error in zip(given, came, errors, strict=True) if errors else ():
+        left = one - sent
+        error.copy_(torch.where(left.isfinite(), left, error))
     sums = [_sum(came[first : first + near]) for first in range(0, len(rows), near)]
     total = _sum([as_sent(one, bits) for one in sums]) if machines > 1 else sums[0]
     return (total / torch.full_like(total, float(len(rows)))).to(rows[0].dtype)

@@ -12,9 +12,13 @@ What a rank sees of a place is its own, private mapping. So an update in the bac
 values of the unit and works in their memory, changes no other rank's; nor does a program's change of weights
 past autograd, which is found as ever. Views that outlive a use keep its values, as a copy.
 
-When all ranks have let go of a place, each may give the memory of its own share back: nobody else writes
-that, so no two ranks have to agree on when. Each keeps as much of it as its window has free bytes, as buffers
-do, for the next fetch.
+When all ranks have let go of a place, each may give the memory back that it has brought: nobody else
+writes that, so no two ranks have to agree on when. Each keeps as much of it as its window has free bytes, as
+buffers do, for the next fetch.
+
+Of several machines each has a memory of its own. A rank brings its share there, and the shares of the ranks
+that have its number on the other machines, which it gets from them: each byte crosses between two machines
+once, and then all of the machine see it.
 """
 
 from __future__ import annotations
@@ -109,15 +113,25 @@ class MachinePlace:
     """The blocks of one unit whose values ranks have in common; see [Note: places in common]."""
 
     def __init__(
-        self, releases: _Releases, number: int, offset: int, unit: Unit, nbytes: int, within: Blocks
+        self,
+        releases: _Releases,
+        number: int,
+        offset: int,
+        unit: Unit,
+        nbytes: int,
+        within: Blocks,
+        brings: Sequence[int],
     ) -> None:
         """Have the two places of unit `number` from `offset` on, each of `nbytes`. within: has the memory
-        that this rank alone needs.
+        that this rank alone needs. brings: the ranks whose shares this one brings there, itself among them.
         """
         self._releases, self._number, self._offset = releases, number, offset
         self._nbytes, self._within = nbytes, within
         width = unit.record.schema.width
-        self._share = range(width * unit.base, width * (unit.base + unit.record.shard.numel))
+        size = width * unit.record.shard.numel
+        self._share = range(width * unit.base, width * unit.base + size)
+        self._brought = [range(rank * size, (rank + 1) * size) for rank in brings]
+        """Bytes of a place that this rank writes: its share, and those that it gets from other machines."""
         self.generation = 0
         """Counts fetches; the last one's."""
         self._users: Counter[int] = Counter()
@@ -145,6 +159,11 @@ class MachinePlace:
         weakref.finalize(buffer, _left, memory, self, self.generation).atexit = False
         with torch.inference_mode(mode=False), torch.no_grad():
             return torch.frombuffer(buffer, dtype=dtype)
+
+    def brought(self) -> list[int]:
+        """Return where, in the place of the last fetch, the shares begin that this rank brings."""
+        place = self._releases.memory.address + self._place(self.generation)
+        return [place + one.start for one in self._brought]
 
     def again(self, flat: torch.Tensor) -> None:
         """Other ranks fetch a unit that this one has: go on with a copy, and come to the place of that fetch,
@@ -201,21 +220,21 @@ class MachinePlace:
             over = min(self._users, default=self.generation + 1) - 1
             self._releases.note(self._number, over)
             if not self._is_used_again(generation):
-                self._releases.keep(self, generation, len(self._share))
+                self._releases.keep(self, generation, sum(map(len, self._brought)))
 
     def give_back(self, generation: int) -> bool:
-        """Give back the memory of this rank's share, if no rank uses what a fetch has brought; return whether
-        that was so.
+        """Give back the memory that this rank has brought shares to, if no rank uses what a fetch has
+        brought; return whether that was so.
         """
         if self._is_used_again(generation):
             return True
         if not self._releases.all_have(self._number, generation):
             return False
         at = self._place(generation)
-        start = round_up(at + self._share.start, PAGE)
-        stop = (at + self._share.stop) // PAGE * PAGE
-        if stop > start:
-            self._releases.memory.drop(start, stop - start)
+        for one in self._brought:
+            start, stop = round_up(at + one.start, PAGE), (at + one.stop) // PAGE * PAGE
+            if stop > start:
+                self._releases.memory.drop(start, stop - start)
         return True
 
 
@@ -237,6 +256,8 @@ class MachineShare:
         self.generation = place.generation
         """Which fetch of the unit it is: the same on all ranks."""
         self.flat = place.share(unit.flat.dtype)
+        self.brought = place.brought()
+        """Addresses of the shares of the ranks that have this one's number on their machines, by machine."""
 
 
 class MachineUnits:
@@ -279,14 +300,16 @@ def open_machine_units(ranks: Ranks, units: Sequence[Unit], blocks: Blocks, time
     """
     if not isinstance(blocks, HostBlocks):
         raise TypeError(f"expected units in host memory, got {type(blocks).__name__}")
+    on_machine = len(ranks.near)
+    brings = range(ranks.rank % on_machine, ranks.size, on_machine)
     some = [unit for unit in units if unit.resident_nbytes]
-    offset = round_up(8 * len(some) * len(ranks.near), PAGE)
+    offset = round_up(8 * len(some) * on_machine, PAGE)
     sizes = [round_up(unit.resident_nbytes, PAGE) for unit in some]
     memory = open_shared(ranks, max(offset + 2 * sum(sizes), PAGE), timeout_s)
-    releases = _Releases(memory, len(some), len(ranks.near), ranks.near.index(ranks.rank), blocks)
+    releases = _Releases(memory, len(some), on_machine, ranks.near.index(ranks.rank), blocks)
     places = {}
     for number, (unit, nbytes) in enumerate(zip(some, sizes, strict=True)):
-        places[unit] = MachinePlace(releases, number, offset, unit, nbytes, blocks)
+        places[unit] = MachinePlace(releases, number, offset, unit, nbytes, blocks, brings)
         unit.live_in(places[unit])
         offset += 2 * nbytes
     return MachineUnits(releases, places)

@@ -13,8 +13,8 @@ import infinity
 import models
 from covers import matrix
 from infinity import tiling
-from infinity.activations.boundaries import FIELD
 from infinity.engine.engine import engine_of_model
+from infinity.lane.whole_records import ACTIVATION
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
@@ -62,7 +62,7 @@ def inputs(number=0, rows=256):
 
 def moved(model):
     stats = infinity.stats(model)
-    return stats.written_nbytes.get(("nvme", FIELD), 0), stats.read_nbytes.get(("nvme", FIELD), 0)
+    return stats.written_nbytes.get(("nvme", ACTIVATION), 0), stats.read_nbytes.get(("nvme", ACTIVATION), 0)
 
 
 def alive(model):

@@ -33,7 +33,7 @@ def read(world_size=1, dtype="bf16", more=None, **zero):
         ),
         (
             {"quantized_weights": "int8", "stage": 1},
-            "quantized_weights='int8' with stage=1, where every rank",
+            "quantized_weights='int8' with stage=1: every rank",
         ),
         ({"quantized_weights": "int8", "stage": 2}, "stage=2.*quantized_gradients works at every stage"),
     ],

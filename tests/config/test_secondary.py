@@ -13,7 +13,7 @@ ZERO = "zero_optimization"
         ({"secondary_shard": "node"}, "secondary_shard='node': expected \"machine\", a number of ranks"),
         ({"secondary_shard": 0}, "secondary_shard=0: expected"),
         ({"secondary_shard": True}, "secondary_shard=True: expected"),
-        ({"secondary_shard": 2, "stage": 2}, "secondary_shard=2 with stage=2"),
+        ({"secondary_shard": 2, "stage": 2}, "secondary_shard=2 with stage=2: every rank"),
         ({"secondary_shard": "machine", "expert_parallel": 2}, "with expert_parallel=2"),
     ],
 )

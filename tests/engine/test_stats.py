@@ -43,7 +43,7 @@ def snapshot(scale: int, **values: object) -> Stats:
         one.name: {"a": 3 * scale} if one.type.startswith("dict") else 2 * scale for one in fields(Stats)
     }
     given |= {"plan": f"plan {scale}", "io_engine": "fake", "placement_reason": f"reason {scale}"}
-    given |= {"activations": f"kept {scale}"}
+    given |= {"activations": f"kept {scale}", "memory_in_common": f"shared {scale}"}
     given["units"] = (UnitStats("layer", 64, (("hi", "nvme"),), 5 * scale, 1 / scale, 2 / scale),)
     return Stats(**{**given, **values})
 

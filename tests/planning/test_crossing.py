@@ -1,5 +1,6 @@
 """What ranks send each other in a step. Trusted: arithmetic by hand."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -94,3 +95,22 @@ def test_what_crosses_takes_the_time_of_its_link():
     assert slow.step_s - fast.step_s == pytest.approx(layers.nbytes * (1e-6 - 1e-9))
     assert slow.whole.parameters == outline_of("1m").parameters
     assert slow.tokens_per_s == pytest.approx(64 / slow.step_s), "both ranks have the same tokens"
+
+
+def test_second_parts_let_weights_cross_once_and_frozen_ones_never():
+    plain = sent(ranks=4, local_ranks=2)["data"]
+    second = sent(ranks=4, local_ranks=2, secondary_shard=2)["data"]
+    assert (plain.place, second.place) == (BOTH, BOTH)
+    share = 64 * 2 // 4
+    assert plain.between_nbytes == (2 + 2 + 1) * share
+    assert second.between_nbytes == (1 + 0 + 1) * share
+    assert second.seconds(math.inf, share) == pytest.approx(2)
+
+
+def test_ranks_with_memory_in_common_send_gradients_alone_within_their_machine():
+    assert sent(ranks=4, local_ranks=4, shared_memory=True)["data"].nbytes == 64 * 2 * 3 // 4
+    assert sent(ranks=4, local_ranks=2, shared_memory=True)["data"].between_nbytes == 5 * 64 * 2 // 4
+
+
+def test_an_accelerators_library_is_not_known_to_go_in_two_hops():
+    assert sent(ranks=4, local_ranks=2, device_nbytes=1 << 20)["data"].between_nbytes == 5 * 64 * 2 * 3 // 4

@@ -11,6 +11,7 @@ from infinity.cli import presets
 from infinity.engine.engine import engine_of_model
 from infinity.errors import ConfigError, HostMemoryError
 from infinity.planning.architectures import llama
+from infinity.planning.capacity import Capacity, needs
 from infinity.planning.demand import demand, least_host_nbytes
 from infinity.planning.outline import trace_of
 from infinity.planning.setting import Setting
@@ -185,8 +186,8 @@ def test_ranks_send_codes_and_scales_of_weights_and_gradients_and_updates_read_t
     [
         ({"quantized_weights": "int4"}, "quantized_weights='int4': expected 'int8', or None"),
         ({"quantized_gradients": "fp8"}, "quantized_gradients='fp8': expected 'int8' or 'int4'"),
-        ({"quantized_gradients": "int8", "device_nbytes": MIB}, "with memory of an accelerator"),
-        ({"quantized_weights": "int8", "dtype": "fp32"}, "would be the masters"),
+        ({"quantized_gradients": "int8", "device_nbytes": MIB}, "with device_nbytes=1048576: an accelerator"),
+        ({"quantized_weights": "int8", "dtype": "fp32"}, 'with dtype="fp32": .* the masters themselves'),
     ],
 )
 def test_a_plan_refuses_codes_where_a_run_does(fields, said):
@@ -247,3 +248,39 @@ def test_the_record_of_the_embedding_lives_on_a_device_before_those_of_layers():
 def test_settings_that_no_engine_would_take_are_refused(changes, says):
     with pytest.raises(ConfigError, match=says):
         Setting(**{"host_nbytes": MIB, **changes})
+
+
+def test_second_parts_are_charged_to_host_memory_and_further_uses_read_nothing():
+    below = {"ranks": 4, "local_ranks": 2, "update": "backward"}
+    plain, second = (
+        demand(OUTLINE, Setting(1 << 20, **below, secondary_shard=neighbours)) for neighbours in (0, 2)
+    )
+    weights = sum(nbytes for nbytes in (one.waiting_nbytes for one in plain.units))
+    assert second.second_nbytes == pytest.approx(weights / 2, rel=0.01)
+    assert second.budget.kept_nbytes == plain.budget.kept_nbytes - second.second_nbytes
+    assert second.moved["hi", "read"] < plain.moved["hi", "read"]
+    first = second.units[0]
+    assert first.again_nbytes == pytest.approx(first.waiting_nbytes / 2, rel=0.01)
+    little = demand(OUTLINE, Setting(1 << 20, **below, secondary_shard=2))
+    assert little.second_nbytes < second.second_nbytes
+    on_nvme = little.moved["second", "written"]
+    assert on_nvme == pytest.approx(second.second_nbytes - little.second_nbytes, rel=0.01)
+    assert on_nvme <= little.moved["second", "read"], "but for an embedding, whose gradient needs no weight"
+
+
+def test_momenta_of_workers_lie_on_nvme_and_are_read_and_written_in_each_step():
+    plain, one_bit = (demand(OUTLINE, Setting(1 << 20, ranks=4, one_bit=on)) for on in (False, True))
+    more = one_bit.nvme_nbytes - plain.nvme_nbytes
+    assert more == one_bit.moved["workers", "read"] == one_bit.moved["workers", "written"]
+    assert more == pytest.approx(8 * OUTLINE.parameters, rel=0.02)
+
+
+def test_weights_in_use_lie_once_on_a_machine_whose_ranks_have_memory_in_common():
+    below = {"ranks": 4, "local_ranks": 4}
+    plain, shared = (demand(OUTLINE, Setting(1 << 20, **below, shared_memory=on)) for on in (False, True))
+    used, waiting = shared.in_common_nbytes
+    assert plain.in_common_nbytes == (0, 0)
+    assert (used, waiting) > (0, 0)
+    (own, *_), (common, *_) = needs(plain, Capacity()), needs(shared, Capacity())
+    assert own.nbytes - common.nbytes == 3 * (used + waiting)
+    assert [one.gathered_nbytes for one in shared.units] == [0] * len(shared.units)

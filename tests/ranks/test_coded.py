@@ -42,6 +42,19 @@ EVERY = [
 """Cases that are compared with the reference, on two ranks."""
 ON_THREE = ["layers", "llama, int4", "nvme", "gpt2, backward", "chosen, nvme", "reentrant", "no_sync"]
 """Those of them on three."""
+FED = [
+    "llama",
+    "nvme",
+    "backward",
+    "no_sync",
+    "stage 1",
+    "routed",
+    "frozen",
+    "again",
+    "int8 state",
+    "durable",
+]
+"""Likewise, with error feedback."""
 
 
 def answers(folder, ranks, cases, **more):
@@ -56,14 +69,14 @@ def assert_as_reference(given, cases):
 
 @pytest.mark.multi
 def test_ranks_train_as_one_process_that_codes_and_gathered_has_the_masters_halves(tmp_path):
-    given = answers(tmp_path, 2, ["layers, int4", "gathered", "other gradients"])
-    assert_as_reference(given, ["layers, int4", "gathered"])
+    given = answers(tmp_path, 2, ["layers, int4", "feedback", "gathered", "other gradients"])
+    assert_as_reference(given, ["layers, int4", "feedback", "gathered"])
     for one in given:
         ratios = one["layers, int4"]["ratios"]
         assert ratios["gather"] <= INT8
         assert ratios["reduce"] <= INT4
         assert ratios["read"] == 1
-        assert "rank 1: quantized_weights=None, quantized_gradients='int4'" in one["other gradients"]["error"]
+        assert "rank 1: quantized_gradients='int4'" in one["other gradients"]["error"]
     assert given[0]["other gradients"] == given[1]["other gradients"]
 
 
@@ -86,6 +99,17 @@ def test_every_path_of_a_training_has_the_bits_of_one_process_that_codes(tmp_pat
             )
         assert one["other weights"] == given[0]["other weights"]
         assert "rank 1: quantized_weights=None" in one["other weights"]["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.disk
+@pytest.mark.parametrize(("ranks", "local"), [(2, 2), (3, 3), (4, 2)])
+def test_what_codes_leave_out_is_added_to_the_next_gradients_as_in_one_process(tmp_path, ranks, local):
+    cases = [f"feedback, {name}" for name in FED]
+    given = answers(tmp_path, ranks, ["feedback", *cases], **{LOCAL_SIZE: str(local)})
+    assert_as_reference(given, ["feedback", *cases])
+    assert all(one["feedback, llama"]["ratios"]["reduce"] <= INT4 for one in given)
 
 
 @pytest.mark.slow

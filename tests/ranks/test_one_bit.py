@@ -41,7 +41,16 @@ def test_after_the_freeze_ranks_send_a_14th_of_the_bytes_with_the_bits_of_one_pr
 @pytest.mark.disk
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_path_of_a_training_has_the_bits_of_one_process(tmp_path, ranks):
-    same = [*EVERY, "stage 1", "stage 2", "durable", "dropped", "thawed", "resumed and loaded"]
+    same = [
+        *EVERY,
+        "stage 1",
+        "stage 2",
+        "durable",
+        "dropped",
+        "thawed",
+        "resumed and loaded",
+        "beside one rank",
+    ]
     given = answers(tmp_path, ranks, [*same, "loaded", "twice", "clipped", "json"])
     assert_as_reference(given, same)
     for one in given:

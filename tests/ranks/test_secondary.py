@@ -13,6 +13,8 @@ from infinity.ranks.machines import LOCAL_SIZE
 from launches import forked, python_of_ranks
 from places import SUPPORT
 
+STORED = ["stored", "stored, one by one", "stored, qwZ", "stored, backward", "stored, fp32"]
+"""Cases whose second parts lie on NVMe."""
 EVERY = [
     "llama",
     "layers",
@@ -35,6 +37,7 @@ EVERY = [
     "chosen, checkpointed",
     "fp32",
     "fp32 beside qgZ",
+    *STORED,
 ]
 """Cases that are compared with a training without second parts, on two machines."""
 ON_THREE = ["llama", "nvme, qwZ", "no_sync", "frozen", "one by one", "routed", "fp32 beside qgZ"]
@@ -70,7 +73,7 @@ def test_weights_cross_between_two_machines_once_in_a_step_with_the_same_bits(tm
         assert_crosses_once(one["one by one"])
         assert one["one by one"]["kept"] == one["one by one"]["weights"] // 2
         assert one["different"] == given[0]["different"]
-        assert "rank 0: 'machine'; rank 1: 2; rank 2: 'machine'" in one["different"]["error"]
+        assert "rank 0: secondary_shard='machine'; rank 1: secondary_shard=2" in one["different"]["error"]
 
 
 @pytest.mark.slow
@@ -86,6 +89,9 @@ def test_every_path_of_a_training_has_the_bits_of_one_without_second_parts(tmp_p
     for one in given:
         for case in {*ONCE} & {*cases}:
             assert_crosses_once(one[case])
+        for case in STORED:
+            assert one[case]["stored"] > 0, "host memory had no room for them"
+        assert_crosses_once(one["stored"])
         frozen = one["frozen"]
         assert frozen["a step"][0] == frozen["trained"] < frozen["weights"], (
             "frozen ones crossed in the first"

@@ -44,9 +44,11 @@ def answers(folder, ranks, cases, **more):
     return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
 
 
-def assert_beside_plain(one):
+def assert_beside_plain(one, machines=1):
     assert one["different"] == []
-    assert one["exchanged"]["gather"] == 0
+    plain, ours = one["crossed"]
+    assert plain == ours
+    assert (ours > 0) == (one["exchanged"]["gather"] > 0) == (machines > 1)
     assert one["exchanged"]["reduce"] > 0
     assert one["shared"] > 0
     assert one["said"]
@@ -55,9 +57,11 @@ def assert_beside_plain(one):
 
 
 def test_two_ranks_send_no_weights_and_train_the_same_bits_and_leave_nothing(tmp_path):
-    given = answers(tmp_path, 2, ["beside plain", "kept views", "buffers", "other settings"])
+    given = answers(tmp_path, 2, ["beside plain", "by itself", "kept views", "buffers", "other settings"])
     for one in given:
         assert_beside_plain(one["beside plain"])
+        assert one["by itself"]["said"].startswith("chosen")
+        assert one["by itself"]["shared"] > 0 == one["by itself"]["exchanged"]["gather"]
         assert one["kept views"] == {**one["kept views"], "wrong": []}
         assert one["buffers"] == {**one["buffers"], "wrong": [], "left": []}
         assert "rank 0: shared_memory=True; rank 1: shared_memory=False" in one["other settings"]["said"]
@@ -94,10 +98,23 @@ def test_what_else_two_ranks_do_ends_as_without(tmp_path, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_of_two_machines_share_within_each_and_each_weight_crosses_as_often_as_without(tmp_path):
+    cases = [*FEW, "dropout", "experts", "accumulated", "nvme edited", "stage 2", "backward", "fp32"]
+    more = ["beside plain", "beside plain, nvme", "kept views", "buffers"]
+    for rank, one in enumerate(answers(tmp_path, 4, [*cases, *more], **{LOCAL_SIZE: "2"})):
+        for case in cases:
+            assert one[case].get("different", one[case]) == [], (rank, case)
+        assert_beside_plain(one["beside plain"], machines=2)
+        assert_beside_plain(one["beside plain, nvme"], machines=2)
+        assert one["kept views"] == {**one["kept views"], "wrong": []}
+        assert one["buffers"] == {**one["buffers"], "wrong": [], "left": []}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "local"), [(2, 2), (3, 3), (4, 2)])
 @pytest.mark.parametrize("case", ["killed in forward", "killed in backward", "stopped"])
-def test_a_rank_that_ends_or_stops_is_named_and_leaves_nothing(tmp_path, case, ranks):
-    for rank, one in enumerate(answers(tmp_path, ranks, [case])):
+def test_a_rank_that_ends_or_stops_is_named_and_leaves_nothing(tmp_path, case, ranks, local):
+    for rank, one in enumerate(answers(tmp_path, ranks, [case], **{LOCAL_SIZE: str(local)})):
         if rank != 1:
             assert "rank 1 did not answer" in one[case]["said"]
             assert one[case]["took_s"] < 8 + 8
@@ -114,10 +131,10 @@ def test_what_one_rank_changes_past_autograd_no_other_computes_with_and_all_are_
 
 
 @pytest.mark.slow
-def test_ranks_of_several_machines_are_refused_on_all(tmp_path):
-    given = answers(tmp_path, 4, ["other machines"], **{LOCAL_SIZE: "2"})
+def test_ranks_of_machines_with_different_numbers_of_them_are_refused_on_all(tmp_path):
+    given = answers(tmp_path, 4, ["other machines"], **{LOCAL_SIZE: "3"})
     assert {one["other machines"]["said"] for one in given} == {given[0]["other machines"]["said"]}
-    assert "ranks on the machine of each: 2, 2, 2, 2" in given[0]["other machines"]["said"]
+    assert "ranks on the machine of each: 3, 3, 3, 1" in given[0]["other machines"]["said"]
 
 
 @pytest.mark.slow
@@ -138,3 +155,10 @@ def test_the_machine_takes_the_memory_of_one_rank_and_100_mib_for_each(tmp_path,
     assert shared.peak_machine_nbytes < plain.peak_machine_nbytes
     assert shared.loss == plain.loss
     assert shared.sent_nbytes < 0.6 * plain.sent_nbytes
+
+
+@pytest.mark.slow
+def test_a_rank_whose_batches_have_ended_is_named_with_its_steps(tmp_path):
+    waiting, ended = (one["fewer batches"]["said"] for one in answers(tmp_path, 2, ["fewer batches"]))
+    assert ended == "none"
+    assert "rank 1 has begun 2 steps or rounds, this rank 3: it may have had fewer batches" in waiting

@@ -4,8 +4,10 @@ for forks and kills.
 
 import contextlib
 import ctypes
+import errno
 import gc
 import os
+import resource
 import signal
 import socket
 
@@ -142,3 +144,18 @@ def test_a_process_that_is_killed_leaves_the_memory_to_the_others_alone():
     assert child.last["wrote"]
     assert bytes(memory.private(0, PAGE)[:4]) == b"mine"
     assert len(descriptors()) == 1
+
+
+def test_a_limit_of_file_sizes_is_told_with_both_sizes_and_the_cure():
+    def work(say):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, PAGE))
+        try:
+            shared_memory._made(1 << 20)
+        except OSError as error:
+            say(number=error.errno, told=str(error))
+
+    last = ended(work)
+    assert last["number"] == errno.EFBIG
+    assert "memory that ranks share, of 1.0 MiB" in last["told"]
+    assert f"RLIMIT_FSIZE={PAGE} (ulimit -f) limits files of this process" in last["told"]
+    assert "Config(shared_memory=False) needs none" in last["told"]

@@ -73,9 +73,11 @@ MODELS = {
 }
 
 
-def in_one_process(name, weights, gradients, *, steps, micro=1, once=False, frozen=None, **options):
+def in_one_process(
+    name, weights, gradients, *, steps, micro=1, once=False, frozen=None, feedback=False, **options
+):
     """Train with what ranks send coded as they code it; return the losses of this rank and the weights. once:
-    ranks sum their own gradients of a step first.
+    ranks sum their own gradients of a step first. feedback: what codes leave out is added to what comes next.
     """
     torch.manual_seed(0)
     model, ranks = prepare(MODELS[name]()), dist.get_world_size()
@@ -84,6 +86,7 @@ def in_one_process(name, weights, gradients, *, steps, micro=1, once=False, froz
         one.requires_grad_(frozen is None or frozen not in key)
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer, losses = ReferenceAdamW(trained, lr=1e-2, weight_decay=0.1, **options), []
+    errors = [[torch.zeros(one.shape) for _ in range(ranks)] if feedback else () for one in trained]
     for step in range(steps):
         exact = [one.data for one in model.parameters()]
         for one in model.parameters() if weights else ():
@@ -98,7 +101,7 @@ def in_one_process(name, weights, gradients, *, steps, micro=1, once=False, froz
                 losses += [loss.item()] if rank == dist.get_rank() else []
                 model.zero_grad()
             of_backwards.append(rows)
-        means = means_of(of_backwards, BITS[gradients], machines, once=once)
+        means = means_of(of_backwards, BITS[gradients], machines, errors, once=once)
         for one, data in zip(model.parameters(), exact, strict=True):
             one.data = data
         for one, *of_one in zip(trained, *means, strict=True):
@@ -108,15 +111,18 @@ def in_one_process(name, weights, gradients, *, steps, micro=1, once=False, froz
     return losses, model.state_dict()
 
 
-def means_of(of_backwards, bits, machines, *, once):
+def means_of(of_backwards, bits, machines, errors, *, once):
     """Return the means of all parameters' gradients, of each backward, or of the sums of all: of_backwards
-    has, by rank, a gradient of each parameter.
+    has, by rank, a gradient of each parameter; errors: of each parameter, by rank.
     """
     if once:
         by_rank = zip(*of_backwards, strict=True)
         of_backwards = [[[summed(grads) for grads in zip(*of_rank, strict=True)] for of_rank in by_rank]]
     by_parameter = [zip(*rows, strict=True) for rows in of_backwards]
-    return [[mean(list(of_one), bits, machines) for of_one in some] for some in by_parameter]
+    return [
+        [mean(list(of_one), bits, machines, kept) for of_one, kept in zip(some, errors, strict=True)]
+        for some in by_parameter
+    ]
 
 
 def store(parameter, means):
@@ -134,14 +140,14 @@ def summed(grads):
     return sum((grad.float() for grad in grads[1:]), grads[0].float())
 
 
-def mean(rows, bits, machines):
+def mean(rows, bits, machines, errors=()):
     """Return the mean of the gradients of all ranks, some of which may have none; None where none has."""
     some = next((row for row in rows if row is not None), None)
     if some is None:
         return None
     rows = [torch.zeros_like(some) if row is None else row for row in rows]
     if bits:
-        return codes.mean_over_ranks(rows, bits, machines)
+        return codes.mean_over_ranks(rows, bits, machines, errors)
     near = len(rows) // machines
     firsts = range(0, len(rows), near)
     sums = [sum(rows[first + 1 : first + near], rows[first].float()) for first in firsts]
@@ -152,7 +158,7 @@ def mean(rows, bits, machines):
 
 def build(name, frozen=None, checkpoint=None, **fields):
     torch.manual_seed(0)
-    with infinity.Init(**{"host_memory": "64MiB", **fields}):
+    with infinity.Init(**{"host_memory": "64MiB", "shared_memory": False, **fields}):
         model = MODELS[name]()
     if checkpoint is not None:
         models.checkpointed(model, checkpoint == "reentrant")
@@ -179,7 +185,7 @@ def compare(name, *, steps=3, micro=1, once=False, frozen=None, options=None, **
     """Train, and compare with the reference, and the bytes with those of ranks that code nothing."""
     options = {"lr": 1e-2, "weight_decay": 0.1, **(options or {})}
     shown, coded = [], {key: fields.get(key) for key in ("quantized_weights", "quantized_gradients")}
-    for more in (fields, {**fields, **dict.fromkeys(coded)}):
+    for more in (fields, {**fields, **dict.fromkeys(coded), "error_feedback": False}):
         model = build(name, frozen, **more)
         trained = [one for one in model.parameters() if one.requires_grad]
         optimizer = infinity.AdamW(trained, **options)
@@ -189,7 +195,14 @@ def compare(name, *, steps=3, micro=1, once=False, frozen=None, options=None, **
         shown.append((losses, state, infinity.stats(model).exchanged_nbytes))
     of_reference = {key: one for key, one in options.items() if key == "max_norm"}
     losses, expected = in_one_process(
-        name, *coded.values(), steps=steps, micro=micro, once=once, frozen=frozen, **of_reference
+        name,
+        *coded.values(),
+        steps=steps,
+        micro=micro,
+        once=once,
+        frozen=frozen,
+        feedback=fields.get("error_feedback", False),
+        **of_reference,
     )
     (actual_losses, actual, moved), (_, _, plain) = shown
     different = [key for key, one in expected.items() if not torch.equal(one, actual[key])]
@@ -346,6 +359,29 @@ def is_sharded(one):
     return isinstance(one, DTensor) and not all(place.is_replicate() for place in one.placements)
 
 
+def fed_durably():
+    """Commit a run that keeps errors of codes, resume it, and compare with one that never stopped."""
+    shown = []
+    for stops in (False, True):
+        folder = Path(os.environ["RANKS_DISK"], f"fed {stops}")
+        folder.mkdir(exist_ok=True)
+        losses = []
+        for first, last in ((0, 3), (3, 6)) if stops else ((0, 6),):
+            model = build("layers", nvme=str(folder), durable=True, **FED)
+            optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+            begun = infinity.resume(model, optimizer)
+            losses += train(model, optimizer, steps=last - first, first=first)
+            infinity.commit(model)
+            state = model.state_dict()
+            engine_of_model(model).close()
+            del model, optimizer
+        shown.append((begun == first, losses, state))
+    (_, losses, state), (resumes, resumed_losses, resumed) = shown
+    different = [key for key, one in state.items() if not torch.equal(one, resumed[key])]
+    different += [] if resumes else ["the step"]
+    return {"different": different + (["losses"] if losses != resumed_losses else [])}
+
+
 def mesh():
     """Train on a mesh, with codes and without: return what ranks have different copies of, and losses."""
     losses, different, copies = on_mesh(**BOTH)
@@ -361,6 +397,7 @@ def mesh():
 
 NVME = {"nvme": os.environ.get("RANKS_DISK"), "host_memory": int(os.environ["WORLD_SIZE"]) << 20}
 BACKWARD = {"options": {"update": "backward"}}
+FED = {"quantized_gradients": "int4", "error_feedback": True}
 CASES = {
     "layers": lambda: compare("layers", **BOTH),
     "layers, int4": lambda: compare("layers", quantized_weights="int8", quantized_gradients="int4"),
@@ -395,6 +432,17 @@ CASES = {
     "again, nvme": lambda: again("llama", **BOTH, **NVME),
     "in files": in_files,
     "hops": hops,
+    "feedback": lambda: compare("layers", quantized_weights="int8", **FED),
+    "feedback, llama": lambda: compare("llama", **FED),
+    "feedback, nvme": lambda: compare("llama", micro=2, options={"max_norm": 0.5}, **FED, **NVME),
+    "feedback, backward": lambda: compare("gpt2", **FED, **BACKWARD, **NVME),
+    "feedback, no_sync": lambda: compare("llama", micro=3, once=True, **FED),
+    "feedback, stage 1": lambda: compare("llama", micro=2, once=True, stage=1, **FED),
+    "feedback, routed": lambda: compare("routed", **FED),
+    "feedback, frozen": lambda: compare("llama", frozen="mlp", units="block", **FED),
+    "feedback, again": lambda: again("llama", **FED),
+    "feedback, int8 state": lambda: again("llama", state_dtype="int8", **FED),
+    "feedback, durable": fed_durably,
     "other weights": lambda: refused(quantized_weights="int8", other={}),
     "other gradients": partial(refused, quantized_gradients="int8", other={"quantized_gradients": "int4"}),
 }

@@ -32,6 +32,16 @@ class MachineRank(ThreadGroup):
         return self
 
 
+class TwoMachines(MachineRank):
+    """Likewise, of which each half is on a machine of its own."""
+
+    def __init__(self, table, rank, size):
+        super().__init__(table, rank, size)
+        half = size // 2
+        first = rank // half * half
+        self.near = list(range(first, first + half))
+
+
 def mappings():
     """Return the flags of each mapping of nameless memory in this process, by its first address."""
     found, here = {}, None

@@ -231,6 +231,36 @@ def resumed_and_loaded():
     return {"different": [] if shown[0] == shown[1] else shown}
 
 
+def beside_one_rank():
+    """Train a model of this rank alone and one of all ranks, by an optimizer each, and by one of both: return
+    what differs.
+    """
+    shown = []
+    for together in (False, True):
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        several, own = build("layers"), build("layers", process_group=alone)
+        groups = [[own, several]] if together else [[own], [several]]
+        optimizers = [
+            infinity.OneBitAdam([p for one in some for p in one.parameters()], freeze_step=2, **GROUP)
+            for some in groups
+        ]
+        for step in range(5):
+            for one in (own, several):
+                loss_of(one, 1000 * dist.get_rank() + 10 * step).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        shown.append(
+            {
+                f"{name}.{key}": value
+                for name, one in (("own", own), ("several", several))
+                for key, value in one.state_dict().items()
+            }
+        )
+    plain, ours = shown
+    return {"different": [key for key, one in plain.items() if not torch.equal(one, ours[key])]}
+
+
 def accumulated_by_json(stage):
     """Train by DeepSpeed's JSON with two backwards in a step, past the freeze."""
     content = {
@@ -281,6 +311,7 @@ CASES = {
     "crossed": crossed,
     "durable": durable,
     "loaded": loaded,
+    "beside one rank": beside_one_rank,
     "twice": twice,
     "clipped": clipped,
     "json": lambda: [accumulated_by_json(stage) for stage in (1, 2)],

@@ -427,7 +427,7 @@ def same(one, other):
 
 def traffic():
     """Return what a checkpointed step exchanges where nothing is kept between uses, and the model's size."""
-    model = parity.nothing_waits(models.build("llama", host_memory="64MiB"))
+    model = parity.nothing_waits(models.build("llama", host_memory="64MiB", shared_memory=False))
     models.checkpointed(model, reentrant=False)
     optimizer = infinity.AdamW(model.parameters())
     train(model, optimizer, steps=1)

@@ -60,6 +60,7 @@ def compare(name, *, steps=3, micro=1, once=False, frozen=None, checkpoint=None,
         "trained": sum(unit.resident_nbytes for unit in units if unit.trainable),
         "crosses": sum((machines - 1) * unit.record.shard.numel * unit.flat.itemsize for unit in units),
         "kept": engine.partition._secondary.nbytes,
+        "stored": engine.partition._secondary.stored_nbytes,
     }
 
 
@@ -101,16 +102,23 @@ def on_mesh():
 
 
 def no_room():
-    """Return the error of a host_memory without room for second parts, and what it names as enough."""
-    fields = {"nvme": os.environ["RANKS_DISK"], "secondary_shard": "machine"}
-    shown = []
-    for host_memory in (dist.get_world_size() << 18, None):
-        given = host_memory or shown[0].split("host_memory=")[1].split(" works")[0]
+    """Return the error of a host_memory without room for second parts, without NVMe, and what comes of what
+    it names as enough.
+    """
+    nbytes, shown = dist.get_world_size() << 18, []
+    while not shown:
+        nbytes += nbytes // 8
         try:
-            build("llama", **fields, host_memory=given)
-            shown.append("none")
+            build("llama", secondary_shard="machine", host_memory=nbytes)
+            shown.append("there was room from the start")
         except infinity.HostMemoryError as error:
-            shown.append(str(error))
+            shown += [str(error)] if "secondary_shard" in str(error) else []
+    try:
+        works = shown[0].split("host_memory=")[1].split(" works")[0]
+        build("llama", secondary_shard="machine", host_memory=works)
+        shown.append("none")
+    except infinity.HostMemoryError as error:
+        shown.append(str(error))
     return {"errors": shown}
 
 
@@ -129,12 +137,20 @@ def killed():
     return {"went through": True}
 
 
+STORED = {**NVME, "host_memory": int(os.environ["WORLD_SIZE"]) << 18}
+"""So little host memory that second parts lie on NVMe."""
+
 CASES = {
     "llama": lambda: compare("llama"),
     "layers": lambda: compare("layers"),
     "qwZ": lambda: compare("layers", **BOTH),
     "nvme": lambda: compare("llama", **{**NVME, "host_memory": "64MiB"}),
     "nvme, qwZ": lambda: compare("llama", **{**NVME, "host_memory": "64MiB"}, **BOTH),
+    "stored": lambda: compare("llama", **STORED),
+    "stored, one by one": lambda: compare("llama", gather_bucket=0, micro=2, **STORED),
+    "stored, qwZ": lambda: compare("layers", **BOTH, **STORED),
+    "stored, backward": lambda: compare("gpt2", **BACKWARD, **STORED),
+    "stored, fp32": lambda: compare("llama", dtype="fp32", **STORED),
     "backward": lambda: compare("gpt2", **BACKWARD),
     "backward, qwZ": lambda: compare("gpt2", **BACKWARD, **BOTH),
     "accumulated": lambda: compare("llama", micro=3),

@@ -32,7 +32,7 @@ infinity.Config.__init__.__kwdefaults__["shared_memory"] = True
 
 def beside_plain(**fields):
     """Train with memory in common and without: return what differs, the bytes of both, and what is left."""
-    before, shown = None, []
+    before, shown, crossed = None, [], []
     for shared in (False, True):
         model = models.build("llama", **{"host_memory": "64MiB", "shared_memory": shared, **fields})
         models.checkpointed(model, reentrant=False)
@@ -40,6 +40,7 @@ def beside_plain(**fields):
         losses = ranks_run.train(model, optimizer, micro=2)
         stats, flags = infinity.stats(model), list(mappings().values())
         shown.append({"losses": losses, **model.state_dict(), **ranks_run.state_of(optimizer, model)})
+        crossed.append(stats.exchanged_nbytes.get("between machines", 0))
         del model, optimizer
         gc.collect()
         before = before or held()
@@ -47,6 +48,7 @@ def beside_plain(**fields):
     return {
         "different": [key for key, one in plain.items() if not ranks_run.same(one, ours[key])],
         "exchanged": exchanged,
+        "crossed": crossed,
         "shared": nbytes,
         "said": "in shared memory" in repr(stats),
         "flags": all({"dd", "dc"} <= one for one in flags) and bool(flags),
@@ -62,6 +64,18 @@ def what_stays(before):
         if not left or time.monotonic() > end_s:
             return left
         time.sleep(0.05)
+
+
+def by_itself():
+    """Train with what Config chooses: return what the ranks share, and what they say of it."""
+    model = models.build("llama", host_memory="64MiB", shared_memory=None)
+    ranks_run.train(model, infinity.AdamW(model.parameters(), lr=1e-2), steps=1)
+    stats = infinity.stats(model)
+    return {
+        "shared": stats.shared_nbytes,
+        "said": stats.memory_in_common,
+        "exchanged": stats.exchanged_nbytes,
+    }
 
 
 def kept_views():
@@ -199,9 +213,23 @@ def killed(folder, *, when):
     return {"said": said, "took_s": took_s, "left": [*map(str, descriptors()), *mappings()]}
 
 
+def fewer_batches():
+    """Rank 1 has two batches and waits elsewhere, the others have three; return what the others are told."""
+    model = models.build("llama", host_memory="64MiB", timeout_s=7)
+    optimizer, said = infinity.AdamW(model.parameters(), lr=1e-2), "none"
+    try:
+        ranks_run.train(model, optimizer, steps=2 if dist.get_rank() == 1 else 3)
+    except infinity.RanksError as error:
+        said = str(error)
+    if dist.get_rank() == 1:
+        time.sleep(15)
+    return {"said": said}
+
+
 CASES = {
     "beside plain": beside_plain,
     "beside plain, nvme": lambda: beside_plain(**ranks_run.NVME),
+    "by itself": by_itself,
     "kept views": kept_views,
     "buffers": buffers,
     "changed past autograd": changed_past_autograd,
@@ -210,9 +238,11 @@ CASES = {
     "killed in forward": lambda: killed(sys.argv[1], when="forward"),
     "killed in backward": lambda: killed(sys.argv[1], when="backward"),
     "stopped": lambda: killed(sys.argv[1], when="stopped"),
+    "fewer batches": fewer_batches,
 }
 ranks_run.CASES.update(CASES)
 ranks_run.LAST.update({"killed in forward", "killed in backward", "stopped", "changed past autograd"})
+ranks_run.LAST.add("fewer batches")
 
 
 if __name__ == "__main__":

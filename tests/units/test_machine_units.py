@@ -2,6 +2,7 @@
 (ranks/shared_memory.py). Faked: ranks are threads of this process, the fetches are writes of the test's.
 """
 
+import ctypes
 import gc
 import os
 
@@ -17,7 +18,7 @@ from infinity.records.record import Record, Traffic
 from infinity.storage.memory import Ledger
 from infinity.units.machine_units import open_machine_units
 from infinity.units.unit import Unit
-from machine_ranks import MachineRank, descriptors, mappings
+from machine_ranks import MachineRank, TwoMachines, descriptors, mappings
 from thread_ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(not has_nameless_memory(), reason="this system has none")
@@ -64,8 +65,8 @@ class Rank:
 def ranks():
     found = []
 
-    def make(size=2, spare=1 << 24):
-        found.extend(on_ranks(size, lambda group: Rank(group, spare), kind=MachineRank))
+    def make(size=2, spare=1 << 24, kind=MachineRank):
+        found.extend(on_ranks(size, lambda group: Rank(group, spare), kind=kind))
         return found
 
     yield make
@@ -97,6 +98,28 @@ def test_each_rank_sees_what_all_have_brought(ranks, size):
             one.use()
             one.let_go()
         assert several[0].machine.share_of(several[0].empty) is None
+
+
+def test_each_machine_has_a_place_to_which_a_rank_brings_the_shares_of_its_number_on_all(ranks):
+    four = ranks(4, spare=0, kind=TwoMachines)
+    before, values_of = used_nbytes(), [3.0, 5.0, 7.0, 9.0]
+    for _ in range(4):
+        shares = [one.fetch(value) for one, value in zip(four, values_of, strict=True)]
+        assert values(four[0])[:2] == [3.0, 5.0]
+        assert values(four[2])[-2:] == [7.0, 9.0]
+        for one, share in zip(four, shares, strict=True):
+            for machine, place in enumerate(share.brought):
+                its = shares[2 * machine + one.rank % 2].flat
+                ctypes.memmove(place, its.data_ptr(), its.nbytes)
+        assert [values(one) for one in four] == [values_of] * 4
+        del shares
+        for one in four:
+            one.use()
+            one.let_go()
+    for one in four:
+        one.fetch(1)
+        one.let_go()
+    assert used_nbytes() < before + 2 * four[0].unit.resident_nbytes
 
 
 def test_a_rank_that_is_ahead_fetches_while_another_still_uses_what_was_there(ranks):

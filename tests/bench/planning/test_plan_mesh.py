@@ -62,3 +62,34 @@ def test_without_a_number_there_are_as_many_ranks_as_divide_the_model():
 def test_ranks_that_are_no_mesh_are_refused():
     with pytest.raises(ConfigError, match=r"--ranks 6: expected a multiple of --tensor-parallel 4 x --pipe"):
         ask(*TRAINING, *LINKS, "--ranks", "6", "--tensor-parallel", "4")
+
+
+def test_what_ranks_do_together_is_planned_with_what_crosses_each_link(tmp_path):
+    ranks = ["--ranks", "4", "--local-ranks", "2", "--link", "1", "--local-link", "100"]
+    found = {}
+    for name, more in {
+        "plain": [],
+        "second": ["--secondary-shard", "machine"],
+        "common": ["--shared-memory"],
+        "one bit": ["--one-bit"],
+    }.items():
+        _, said = ask(*TRAINING[:3], "--host-memory", "512MiB", *TRAINING[5:], *ranks, *more)
+        assert "within and between machines (" in said
+        found[name] = said
+    assert "second parts of weights" in found["second"]
+    _, said = ask(
+        *TRAINING[:3],
+        "--host-memory",
+        "512MiB",
+        *TRAINING[5:],
+        *LINKS,
+        "--ranks",
+        "2",
+        "--local-ranks",
+        "2",
+        "--secondary-shard",
+        "machine",
+    )
+    assert "second parts" not in said, "all ranks keep parts together anyway"
+    with pytest.raises(ConfigError, match="shared_memory=True with secondary_shard=2"):
+        ask(*TRAINING, *ranks, "--shared-memory", "--secondary-shard", "2")

@@ -1,4 +1,4 @@
-"""The passes of what checkpoints save: to a record of its own, and back. See boundaries."""
+"""The passes of a tensor that is a record of its own, as what checkpoints save is: there, and back."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from infinity.planning.layout import tiles
 from infinity.records.record import Record
 from infinity.storage.store import Future, Transfer
 
-FIELD = "activation"
+ACTIVATION, SECOND = "activation", "second"
+"""The only field of such a record: of what checkpoints save, and of second parts of weights."""
 ELEMENT_NBYTES = 2
-"""Of FIELD, whatever the tensor's dtype."""
+"""Of either, whatever the tensor's dtype."""
 
 
 class SavePass(Pass):
@@ -30,9 +31,11 @@ class SavePass(Pass):
         arriving: Future,
         tile_numel: int,
         over: Callable[[], None],
+        field: str = ACTIVATION,
     ) -> None:
         """arriving: of `tensor`, which may be read when this is over. over: called when it has been read."""
         super().__init__(record)
+        self._field = field
         self._tensor: torch.Tensor | None = tensor
         self._arriving = arriving
         self._wide = tile_numel * SLOT_NBYTES_PER_ELEMENT // ELEMENT_NBYTES
@@ -54,18 +57,18 @@ class SavePass(Pass):
 
     def reads_and_writes(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """Writes alone."""
-        return (), (FIELD,)
+        return (), (self._field,)
 
     def process(self, start: int, stop: int, addresses: dict[str, int]) -> None:
         """Copy the tensor's bytes; the last block is filled with zeros."""
         self._arriving.wait()
         if self._tensor is None:
-            raise AssertionError("a boundary was written twice")
+            raise AssertionError("a tensor was written twice")
         first = start * ELEMENT_NBYTES
         nbytes = min(stop * ELEMENT_NBYTES, self._tensor.nbytes) - first
         if nbytes < (stop - start) * ELEMENT_NBYTES:
-            clear(self.record, addresses, FIELD, stop - start)
-        kernels.copy(nbytes, addresses[FIELD], self._tensor.data_ptr() + first)
+            clear(self.record, addresses, self._field, stop - start)
+        kernels.copy(nbytes, addresses[self._field], self._tensor.data_ptr() + first)
 
     def done_processing(self) -> None:
         """Release the tensor."""
@@ -76,9 +79,12 @@ class SavePass(Pass):
 class LoadPass(Pass):
     """Read a record to `flat`, 16-bit elements where the device computes."""
 
-    def __init__(self, record: Record, device: Device, flat: torch.Tensor, tile_numel: int) -> None:
+    def __init__(
+        self, record: Record, device: Device, flat: torch.Tensor, tile_numel: int, field: str = ACTIVATION
+    ) -> None:
         """`flat` holds whole blocks where it is read into, and else as much of them as counts."""
         super().__init__(record)
+        self._field = field
         self._device = device
         self._flat: torch.Tensor | None = flat
         self._wide = tile_numel * SLOT_NBYTES_PER_ELEMENT // ELEMENT_NBYTES
@@ -90,7 +96,7 @@ class LoadPass(Pass):
 
     def reads_and_writes(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """Reads alone."""
-        return (FIELD,), ()
+        return (self._field,), ()
 
     def own_address(self, field: str, start: int) -> int | None:
         """On the CPU it is read straight to where it is used."""
@@ -108,7 +114,7 @@ class LoadPass(Pass):
         if self._flat is None or self._device.is_host:
             return None
         numel = min(stop, self._flat.numel()) - start
-        return (self._device.upload(self._flat, start, addresses[FIELD], numel),) if numel > 0 else None
+        return (self._device.upload(self._flat, start, addresses[self._field], numel),) if numel > 0 else None
 
     def done_processing(self) -> None:
         """Hold an accelerator's memory no longer: who frees it orders that behind its uploads."""
