@@ -496,6 +496,8 @@ def _fields(
             ours.pop(name, None)  # one rank sends none
     if given.get("bf16.bf16_optimizer_states"):
         ours["state_dtype"] = "bf16"
+    if given.get("aio.use_gds"):
+        ours["aio"] = "gds"
     ours |= _shared(given)
     ours |= bounds(given, 4 if precision == "fp32" else 2)
     if given.get("activation_checkpointing.cpu_checkpointing"):

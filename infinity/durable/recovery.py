@@ -94,7 +94,7 @@ def check_cut(commit: Commit, path: str, tile_numel: int, schema: RecordSchema) 
     """
     if commit.state_dtype != schema.name:
         raise ConfigError(
-            f"dtype, state_dtype: {schema.name!r}; the run in {path} has {commit.state_dtype!r}. Set that, "
+            f"dtype, state_dtype, master_dtype: {schema.name!r}; the run in {path} has {commit.state_dtype!r}. Set that, "
             "name another folder, or remove the run with infinity.wipe(folder)."
         )
     if commit.tile_numel != tile_numel:

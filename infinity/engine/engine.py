@@ -27,6 +27,7 @@ from infinity.autograd.rounds import Rounds
 from infinity.config.sequence_ranks import check_expert_ranks, check_sequences
 from infinity.config.settings import Config
 from infinity.device.device import choose_cores, choose_device, open_device
+from infinity.device.direct import read_directly
 from infinity.device.room import note_download
 from infinity.durable.committer import TrainingStateSource
 from infinity.durable.tiers import open_nvme_tier
@@ -39,6 +40,7 @@ from infinity.engine.routing import Routing
 from infinity.engine.shortage import Shortage
 from infinity.engine.state_dict import Exchange
 from infinity.errors import UnsupportedError
+from infinity.gradients.early import EarlyUpdates
 from infinity.gradients.speculation import Speculation, why_never
 from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
@@ -95,6 +97,7 @@ class Engine:
         check_sequences(config.sequence_parallel, self.ranks.size)
         self.schema = config.schema
         self.device = open_device(self.ranks.device)
+        read_directly(self.device, config)
         self.expert_ranks = self._divide_experts()
         """How ranks divide experts; None where each computes with all."""
         self._on_device = not self.device.is_host
@@ -194,7 +197,9 @@ class Engine:
         )
 
     def _open_arrivals(self) -> Arrivals:
-        parts = self.gradients, self.outgoing_share, self.lane, self.durable, self.speculation
+        seen = self.units, self.residency, self.traffic, self.outgoing_share, self.ranks
+        early = EarlyUpdates(*seen, on_host=self.device.is_host)
+        parts = self.gradients, self.outgoing_share, self.lane, self.durable, self.speculation, early
         return Arrivals(self.units, self.parameters.unit_of, self.hooks, *parts)
 
     def _open_speculation(self) -> Speculation:
@@ -280,7 +285,7 @@ class Engine:
             nvme = self.nvme_store
             shared = nvme.stores[0] if isinstance(nvme, StripedStore) else nvme
             engine = shared.engine if shared is not None else None
-            self.checkpoint_store = CheckpointStore(engine, self.config.aio)
+            self.checkpoint_store = CheckpointStore(engine, self.config.engine_kind)
             self.ending.close_first(self.checkpoint_store.close)
         record.lie_in(self.checkpoint_store, ranges)
 
@@ -531,7 +536,7 @@ class Engine:
 
     def close_step(self) -> None:
         """The optimizer has decided a step."""
-        pending = any(optimizer.update == "forward" for optimizer in self.optimizers)
+        pending = any(optimizer.update != "backward" for optimizer in self.optimizers)
         if self.residency.close_step(updates_at_fetch=pending):
             self.hooks.begin_step()
             if self.pins is not None:
