@@ -272,7 +272,7 @@ def faults(rest: list[str]) -> NoReturn:
 
 
 def soak(rest: list[str]) -> NoReturn:
-    """Train 2,000 steps, 500 of experts, and generate 10,000 tokens; see that memory, descriptors, threads and files stay flat."""
+    """Train, and generate, for long; see that memory, descriptors, threads and files stay as they are."""
     script("soak", rest)
 
 

@@ -161,8 +161,8 @@ def widen_lo(n: int, lo8: int, lo: int) -> None:
 
 
 def round_lo(n: int, lo: int, lo8: int, key: int | None = None, first: int = 0) -> None:
-    """Round the lower parts of n masters, as `split` gives them, to 8 bits: stochastically, by the random bits of
-    `key` (see `state_key`) and of the elements from `first` on; without a key to the nearest.
+    """Round the lower parts of n masters, as `split` gives them, to 8 bits: stochastically, by the random
+    bits of `key` (see `state_key`) and of the elements from `first` on; without a key to the nearest.
     """
     check(n, lo=lo, lo8=lo8)
     library.infinity_round_lo(n, as_i16(lo), key is None, key or 0, first, ffi.cast(_I8, lo8))

@@ -3,9 +3,9 @@
     infinity bench large --nvme DIR --json large.json
     infinity bench large --nvme DIR --model 7b --state-dtype int8
 
-It takes 12 bytes of the disk for each parameter (with int8 moments 6), 45 GB for the model of 3.74 G parameters, and the
-time of a few steps, some 45 s each on a drive of 2 GB/s. The plan is made before: it measures the disk and the cores for
-some seconds, and knows nothing of the run.
+It takes 12 bytes of the disk for each parameter (with int8 moments 6), 45 GB for the model of 3.74 G
+parameters, and the time of a few steps, some 45 s each on a drive of 2 GB/s. The plan is made before: it
+measures the disk and the cores for some seconds, and knows nothing of the run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from infinity.bench.targets import Target
 from infinity.errors import ConfigError
 from infinity.sizes import format_size, parse_size
 
-HELP = "a model many times larger than its memory, beside what `infinity plan check` said of it"
+HELP = "a model many times larger than its memory, beside what was planned of it"
 LIMIT = 0.1
 """How far off the plan may be, of what was measured."""
 MOVED = 26.5

@@ -1,4 +1,5 @@
-"""Loss curves of the dtypes of moments, and of masters in 24 bits, with the same text, model and seed, in one picture.
+"""Loss curves of the dtypes of moments, and of masters in 24 bits, with the same text, model and seed, in one
+picture.
 
     python -m infinity.bench.engine.losses --nvme DIR --png FILE.png --json FILE.json
 

@@ -200,14 +200,14 @@ def answer(question: Question) -> Planned:
         taken = as_recomputed(outline, setting)
         script = taken.script(method.tokens, method.sequence, setting.micro_batches)
         script = timed(script, question.seconds)
-        split = _split(need, script, question.rates)
+        split = split_of(need, script, question.rates)
         limits = need.limits if split is None else replace(need.limits, early=frozenset(split.early))
         told = forecast(script, need.plan, need.units, limits, question.rates)
     least = least_host_nbytes(outline, setting)
     return Planned(question, least, need, refusal, found, told, planning_s, split)
 
 
-def _split(need: Demand, script: Sequence[Act], rates: Rates) -> UpdateSplit | None:
+def split_of(need: Demand, script: Sequence[Act], rates: Rates) -> UpdateSplit | None:
     """Divide updates between the halves of a step, where the setting leaves that to the run."""
     if not need.setting.may_split_updates:
         return None

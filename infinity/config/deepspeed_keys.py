@@ -78,7 +78,7 @@ def _all(sections: str, names: str, takes: str, says: str) -> dict[str, tuple[st
 
 
 HONOURED = {
-    "aio.use_gds": ("switch", 'Config(aio="gds"): reads from NVMe to the GPU, by kvikio, where verify="off" allows it'),
+    "aio.use_gds": ("switch", 'Config(aio="gds"): from NVMe to the GPU, by kvikio, with verify="off"'),
     "train_batch_size": ("count", "micro batch x accumulation x ranks"),
     "train_micro_batch_size_per_gpu": ("count", "batch size of the data loader"),
     "gradient_accumulation_steps": ("count", "backwards per step; sums are fp32"),

@@ -64,8 +64,8 @@ class Config:
     state_dtype: how the optimizer's moments are stored: "fp32" (exact), "bf16" (rounded stochastically),
         "int8" or "int4" (codes, with scales of blocks; AdamW and Adam alone have "int4"), with 26, 18, 14 and
         12 bytes of traffic per parameter and step of AdamW and dtype="bf16".
-    master_dtype: "fp32" (exact), or "fp24", with dtype="bf16": masters keep 16 bits of their mantissa, and are
-        rounded stochastically; 1 byte less stored, 2 less moved. For AdamW and Adam.
+    master_dtype: "fp32" (exact), or "fp24", with dtype="bf16": masters keep 16 bits of their mantissa, and
+        are rounded stochastically; 1 byte less stored, 2 less moved. For AdamW and Adam.
     tile_above: bytes, or text like "256MiB": every nn.Linear, nn.Embedding and Hugging Face Conv1D with a
         larger weight is built in tiles of at most that, each fetched, used and released on its own; see
         infinity.tiling. "auto": where the budgets require it; see planning.tile_size. None: layers stay
@@ -134,7 +134,7 @@ class Config:
         for it. False: the model's own loss. See planning.slices for both.
     aio: the I/O engine, "io_uring", "threads" or "buffered"; None takes INFINITY_AIO, or the best one that
         works. "gds": the same, but weights without updates are read from NVMe to an accelerator directly, by
-        kvikio, with verify="off"; where that cannot be, through host memory, and the log says once why. Unproven.
+        kvikio, with verify="off"; where that cannot be, through host memory, and the log says why. Unproven.
     verify: whether what is read is compared with the hash of what was written: "always" (or True), "sample"
         (one tile in 16; each once in 16 reads), or "off" (or False: nothing is hashed).
     durable: commit steps to a folder of their own under `nvme`, from which infinity.resume continues after
@@ -250,7 +250,8 @@ class Config:
                 expected = ", ".join(map(repr, known))
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {expected}")
         if self.master_dtype != "fp32" and self.dtype != "bf16":
-            raise ConfigError(f'master_dtype={self.master_dtype!r} with dtype={self.dtype!r}: it goes with "bf16"')
+            given = f"master_dtype={self.master_dtype!r} with dtype={self.dtype!r}"
+            raise ConfigError(f'{given}: it goes with "bf16"')
         self._check_quantized()
         self._check_shared()
         check_secondary(self.secondary_shard, self.stage, self.expert_parallel)

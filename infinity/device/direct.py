@@ -3,12 +3,13 @@
 [Note: read directly]
 With Config(aio="gds") a fetch that applies no update reads `hi` from NVMe to its unit's memory, and no host
 memory is in between (lane/direct.py). All else (updates, which the CPU makes; what lies in host memory, or in
-a checkpoint's files) goes as ever. What is read is not hashed, which the CPU does in host memory: verify="off"
-has to say so. Where that cannot be, all reads go through host memory, and one line of the log says why.
+a checkpoint's files) goes as ever. What is read is not hashed, which the CPU does in host memory: so
+verify="off" has to be given. Where that cannot be, all reads go through host memory, and one line of the log
+says why.
 
-A read may begin when what computed in that memory before is over; the event that `AcceleratorDevice.allocated`
-has recorded tells that, and is looked at whenever the transfer is. Computing is launched after the transfer has
-ended, so that nothing has to order it behind the read.
+A read may begin when what computed in that memory before is over; the event that
+`AcceleratorDevice.allocated` has recorded tells that, and is looked at whenever the transfer is. Computing is
+launched after the transfer has ended, so that nothing has to order it behind the read.
 
 Unproven: it was run with a stand-in for kvikio alone.
 """
@@ -119,8 +120,9 @@ class DirectRead:
         if got != self._nbytes:
             raise IoError(
                 errno.EIO,
-                f"{self._what}: {got} of {self._nbytes} B came from byte {self._offset} of a file to the device. "
-                f'Likely cause: the file was truncated, or {MODULE} failed. Config(aio=None) reads through the host',
+                f"{self._what}: {got} of {self._nbytes} B came from byte {self._offset} of a file to the "
+                f"device. Likely cause: the file was truncated, or {MODULE} failed. Config(aio=None) reads "
+                "through host memory",
             )
 
     def _end(self) -> None:
@@ -130,8 +132,8 @@ class DirectRead:
 
 
 def read_directly(device: Device, config: Config) -> None:
-    """Have fetches read to the device's memory, where the settings ask for it and it can be; else say once why
-    they go through host memory.
+    """Have fetches read to the device's memory, where the settings ask for it and it can be; else say once
+    why they go through host memory.
     """
     if config.aio != "gds":
         return
@@ -147,13 +149,13 @@ def _found(config: Config, *, on_host: bool) -> tuple[Any, str]:
     if on_host:
         return None, "the CPU computes"
     if config.verify != "off":
-        return None, f'verify="{config.verify}" hashes what is read, in host memory: verify="off" would allow it'
+        return None, f'verify="{config.verify}" hashes what is read, in host memory: give verify="off"'
     try:
         kvikio = importlib.import_module(MODULE)
     except ImportError as error:
         return None, f"{MODULE} cannot be imported ({error})"
     if _is_compatible_only(kvikio):
-        return None, f"{MODULE} is in its compatibility mode, without GPUDirect: KVIKIO_COMPAT_MODE=OFF would tell"
+        return None, f"{MODULE} is in its compatibility mode, without GPUDirect (KVIKIO_COMPAT_MODE)"
     return kvikio, ""
 
 

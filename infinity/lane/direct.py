@@ -1,5 +1,5 @@
-"""Which pass fetches a unit without updates; and the one that brings weights from NVMe to an accelerator's memory
-directly: [Note: read directly] in device/direct.py.
+"""Which pass fetches a unit without updates; and the one that brings weights from NVMe to an accelerator's
+memory directly: [Note: read directly] in device/direct.py.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def can_be_read_directly(record: Record) -> bool:
 
 
 def fetch_of(unit: FetchTarget, device: Device, tile_numel: int, share: OutgoingShare | None) -> FetchPass:
-    """Return a pass that brings `hi`, directly where the device reads so. Else it takes of `share` what it is put
-    together in, if that pays.
+    """Return a pass that brings `hi`, directly where the device reads so. Else it takes of `share` what it is
+    put together in, if that pays.
     """
     direct = device.direct_target(unit.flat)
     if direct is not None and can_be_read_directly(unit.record):

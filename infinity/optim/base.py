@@ -54,6 +54,7 @@ from infinity.optim.joined_state import cut_state, joined_state
 from infinity.optim.missed import MissedStep, MissedSteps, Slice, most_misses
 from infinity.optim.optimizer_view import ShowingState
 from infinity.optim.ownership import ParameterPlace, check_current, engine_for
+from infinity.optim.turns import TakingTurns
 from infinity.planning.speculation import SpeculationHistory
 from infinity.records.update_rules import Recipe
 from infinity.records.updates import Update
@@ -73,7 +74,7 @@ Taken = tuple[dict[str, Any], nn.Parameter, Gradient]
 """A group, one of its parameters, and the gradient that step() applies."""
 
 
-class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[misc]  # state, on demand
+class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # type: ignore[misc]  # state, on demand
     """The base of all optimizers on parameters built inside `with infinity.Init(...)`. Making one
     allocates room for their state.
 
@@ -121,7 +122,6 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         forced = None if speculate == "auto" and update == "forward" else speculate is True
         self.speculation = SpeculationHistory(forced)
         self._decided: set[Unit] = set()
-        self._options_then: list[Any] = []
         self.delayed = DelayedGradients(self, delayed_after) if update == "delayed" else None
         """What update="delayed" keeps for the next step; None without it."""
         if self.delayed is not None:
@@ -222,8 +222,8 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         """
         if self.delayed is not None and len(self.delayed):
             raise UnsupportedError(
-                f'{what}: update="delayed" keeps the gradients of the last step for the next one, and they are '
-                "no part of it. Call optimizer.apply_delayed() first; a durable run commits them."
+                f'{what}: update="delayed" keeps the gradients of the last step for the next one, and they '
+                "are no part of it. Call optimizer.apply_delayed() first; a durable run commits them."
             )
 
     @property
@@ -239,7 +239,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             if (gradient := self.mine[id(one)].engine.arrivals.gradient_of(one)) is not None
         ]
         if self.update == "auto":
-            self._check_early([gradient for _, _, gradient in found])
+            self.look_at_turns([gradient for _, _, gradient in found])
         beside = self._begin_to_miss({id(one) for _, one, _ in found})
         # Graphs with old values end.
         torch.autograd.graph.increment_version(
@@ -478,44 +478,6 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         recipe = self.recipe_of(parameter)
         decided = self._scalars(recipe, self.param_groups[place.group], gradient, 1.0)
         return self._update(gradient, place, recipe, decided)
-
-    def note_options(self) -> None:
-        """See arrivals.Updater."""
-        self._options_then = self._options_now()
-
-    def _options_now(self) -> list[Any]:
-        """Return all that updates depend on beside gradients and state."""
-        groups = [
-            {
-                name: one.tolist() if isinstance(one, torch.Tensor) else one
-                for name, one in group.items()
-                if name != "params"
-            }
-            for group in self.param_groups
-        ]
-        return [self.seed, *groups]
-
-    def _check_early(self, gradients: list[Gradient]) -> None:
-        """See whether the backward may make updates: see [Note: updates by turns] in gradients/early.py.
-
-        Raises: UnsupportedError where it has made some that this step would make otherwise.
-        """
-        then, self._options_then = self._options_then, []
-        changed = bool(then) and then != self._options_now()
-        applied = next((one for one in gradients if one.form is Form.APPLIED), None)
-        if changed and applied is not None:
-            raise UnsupportedError(
-                f"{applied.unit.name}: options of param groups were changed between the backward and step(), "
-                'and update="auto" has made its update in the backward, as it does where the first steps '
-                'change none. Change them behind step(), or use update="forward".'
-            )
-        why = "max_norm needs all gradients" if self.max_norm is not None else ""
-        if changed:
-            why = "options of param groups change between the backward and step()"
-        elif any(one.asked for one in gradients):
-            why = "gradients are read, clipped or added up before step()"
-        for engine in self._engines.values() if why else ():
-            engine.arrivals.early.stop(why)
 
     # State
 

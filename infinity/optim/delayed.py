@@ -1,10 +1,10 @@
 """update="delayed": after a warm-up each step applies the gradients of the step before.
 
 [Note: one step stale]
-ZeRO-Offload's delayed parameter update (arXiv 2101.06840, 5.2). From step `delayed_after` + 1 on, step() keeps
-the gradients that it finds, and applies those that the step before has kept, with the options of param groups
-as they are now, and clips those. So the first such step applies nothing, and the model of step i + 1 has the
-gradients of step i - 1. How many steps were made is told by the parameters' own counts, so that the warm-up
+ZeRO-Offload's delayed parameter update (arXiv 2101.06840, 5.2). From step `delayed_after` + 1 on, step()
+keeps the gradients that it finds, and applies those that the step before has kept, with the options of param
+groups as they are now, and clips those. So the first such step applies nothing, and the model of step i + 1 has
+the gradients of step i - 1. How many steps were made is told by the parameters' own counts, so that the warm-up
 goes on where a checkpoint, or a durable run, left it.
 
 ZeRO-Offload hides the CPU's update behind the next forward and backward so. Here update="forward" hides it
@@ -141,15 +141,15 @@ class DelayedGradients:
         for parameter, _, gradient in fresh:
             if id(gradient) in held:
                 raise UnsupportedError(
-                    f'{gradient.unit.name}: update="delayed" keeps the gradients of a step for the next one, and '
-                    "this backward was added to them. Call zero_grad() behind each step()."
+                    f'{gradient.unit.name}: update="delayed" keeps the gradients of a step for the next one, '
+                    "and this backward was added to them. Call zero_grad() behind each step()."
                 )
             if gradient.form is Form.SPILLED:
                 engine = self._engine(parameter)
                 least = engine.least_total(more_nbytes=engine.gradients_nbytes())
                 raise HostMemoryError(
-                    f'{gradient.unit.name}: update="delayed" keeps the gradients of two steps in host memory, '
-                    f"{format_size(2 * engine.gradients_nbytes())} in all, and "
+                    f'{gradient.unit.name}: update="delayed" keeps the gradients of two steps in host memory,'
+                    f" {format_size(2 * engine.gradients_nbytes())} in all, and "
                     f"host_memory={format_size(engine.budget.total_nbytes)} has no room for this one beside "
                     f"what else it holds. With host_memory={format_size(least)} it would; or use "
                     'update="forward".'
@@ -204,6 +204,6 @@ def check_delayed(engine: Engine, kind: str) -> None:
         why = "fp16 leaves out steps that have overflowed"
     if why:
         raise UnsupportedError(
-            f'{kind}(update="delayed"): {why}. Use update="forward", which hides the same work behind the next '
-            "forward, exactly."
+            f'{kind}(update="delayed"): {why}. Use update="forward", which hides the same work behind the '
+            "next forward, exactly."
         )

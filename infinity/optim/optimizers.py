@@ -26,10 +26,11 @@ class AdamW(OffloadedOptimizer):
 
     params, lr, betas, eps, weight_decay: as torch.optim.AdamW, per group too. max_norm: clip the global
     gradient norm, in fp32, inside the update (leave it None if you call torch.nn.utils.clip_grad_norm_).
-    update: "forward", "backward", "auto" or "delayed", the last from `delayed_after` steps on; see [Note: when an
-    update happens] in optim/base.py. seed: of the random bits that round the moments of
-    Config(state_dtype="bf16", "int8" or "int4"); the same seed gives the same bits. speculate: "auto" or True makes updates in the backward as if nothing were clipped, and lets them
-    count where step() decides the same; see [Note: when an update happens].
+    update: "forward", "backward", "auto" or "delayed", the last from `delayed_after` steps on; see [Note:
+    when an update happens] in optim/base.py. seed: of the random bits that round the moments of
+    Config(state_dtype="bf16", "int8" or "int4"), and masters in 24 bits; the same seed gives the same bits.
+    speculate: "auto" or True makes updates in the backward as if nothing were clipped, and lets them count
+    where step() decides the same; see the same note.
 
     Raises: ValueError for settings out of range and for parameters that were not built in Init; with
     speculate=True UnsupportedError where no update can be made so, and aio.StorageFullError.

@@ -309,7 +309,7 @@ class _Walk(Residency[_Unit, SimulatedPass]):
         moves = unit.moves
         if moves.reduced_nbytes:  # and scattered; later transfers on the link wait behind it
             self._clock.serve("link", moves.reduced_nbytes, lambda: None)
-        if unit.moved or not self._limits.updates_early(unit.index):  # else it stays where autograd has put it
+        if unit.moved or not self._limits.updates_early(unit.index):  # else it stays
             self._compute(moves.width * moves.numel / self._rates.copied)
 
     def _gradient(self, unit: _Unit, number: int) -> None:

@@ -77,7 +77,8 @@ class Setting:
         if self.dtype not in ("bf16", "fp16", "fp32"):
             raise ConfigError(f'dtype={self.dtype!r}: expected "bf16", "fp16" or "fp32"')
         if self.master_dtype not in ("fp32", *["fp24"] * (self.dtype == "bf16")):
-            raise ConfigError(f'master_dtype={self.master_dtype!r}: expected "fp32", or "fp24" with dtype="bf16"')
+            given = f"master_dtype={self.master_dtype!r}"
+            raise ConfigError(f'{given}: expected "fp32", or "fp24" with dtype="bf16"')
         if self.dtype == "fp16" and self.update == "backward":
             raise ConfigError('update="backward" with fp16 would apply overflows: update="forward"')
 

@@ -178,8 +178,8 @@ def _through_split(step: Kernel, span: UpdateSpan, scalars: Any, field: str) -> 
 
 
 def _on_fp24(steps: Mapping[tuple[str, str], Kernel]) -> dict[tuple[str, str], Kernel]:
-    """Return kernels for masters in 24 bits from those for split ones: each part that fits the caches is widened,
-    stepped, and rounded at random.
+    """Return kernels for masters in 24 bits from those for split ones: each part that fits the caches is
+    widened, stepped, and rounded at random.
     """
     return {
         ("bf16, fp24", state): _with_narrow_lo(step, RecordSchema(state, master_dtype="fp24"))
@@ -239,8 +239,8 @@ ADAM_STATE = {"m": "exp_avg", "v": "exp_avg_sq"}
 def _summing(
     steps: Mapping[tuple[str, str], Kernel], *, every: bool = False
 ) -> frozenset[tuple[str, str]]:
-    """Return those whose kernel takes checksums on its way: all but those that split masters, or widen them, in
-    Python. every: it has a kernel for each type.
+    """Return those whose kernel takes checksums on its way: all but those that split masters, or widen them,
+    in Python. every: it has a kernel for each type.
     """
     direct = (one for one in steps if one[0] in WEIGHTS)
     return frozenset(one for one in direct if every or one == ("bf16", "fp32") or one[1] != "fp32")
@@ -253,7 +253,12 @@ _STATELESS = {
 }
 
 ADAMW = Recipe(
-    "AdamW", ADAM_STATE, _adam_scalars, _ADAMW_KERNELS, _summing(_ADAMW_KERNELS, every=True), tensor_steps.adamw
+    "AdamW",
+    ADAM_STATE,
+    _adam_scalars,
+    _ADAMW_KERNELS,
+    _summing(_ADAMW_KERNELS, every=True),
+    tensor_steps.adamw,
 )
 ADAM = Recipe("Adam", ADAM_STATE, _adam_scalars, _ADAM_KERNELS, _summing(_ADAM_KERNELS), tensor_steps.adam)
 SGD = Recipe("SGD", {}, _plain_sgd_scalars, _STATELESS, tensors=tensor_steps.sgd)

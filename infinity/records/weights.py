@@ -2,8 +2,8 @@
 
 [Note: three records]
 bf16   hi, lo       the halves of the master, which join to its exact bits; see kernels
-       hi, lo       with masters in 24 bits, lo in 8: an approximation, rounded at random where a step makes it
-                    (records/update_rules.py), and to the nearest where values are given
+       hi, lo       with masters in 24 bits, lo in 8: an approximation, rounded at random where a step makes
+                    it (records/update_rules.py), and to the nearest where values are given
 fp16   hi, master   hi is the master rounded, ties to even; 16 more bits cannot restore an fp32 from an fp16
 fp32   hi           its own master
 """

@@ -174,8 +174,8 @@ def decode(code: Tensor, scale: Tensor, by: MomentCoding) -> Tensor:
 def in_24_bits(master: Tensor, key: int | None = None) -> Tensor:
     """Return fp32 masters rounded to 24 bits: at random, by the key of a step, or without one to the nearest.
 
-    [Note: 24-bit masters] Of a split master `hi` stays, and `lo` is divided by 256, rounded, at most 127. To round
-    at random, 8 bits are added before the lowest 8 are dropped: byte e mod 4 of the hash of e div 4.
+    [Note: 24-bit masters] Of a split master `hi` stays, and `lo` is divided by 256, rounded, at most 127. To
+    round at random, 8 bits are added before the lowest 8 are dropped: byte e mod 4 of the hash of e div 4.
     """
     bits = bits_of(master.flatten())
     hi = bits + 0x8000 >> 16

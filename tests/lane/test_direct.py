@@ -131,9 +131,8 @@ def test_where_it_cannot_be_all_goes_through_host_memory_and_the_log_says_why_on
 
 
 def test_the_key_of_deepspeeds_json_asks_for_it(folder):
-    made = infinity.Config.from_deepspeed(
-        {"aio": {"use_gds": True}, "train_micro_batch_size_per_gpu": 1}, nvme=str(folder)
+    config = infinity.Config.from_deepspeed(
+        {"aio": {"use_gds": True}, "train_micro_batch_size_per_gpu": 1}, infinity={"nvme": str(folder)}
     )
-    config = getattr(made, "config", made)
     assert config.aio == "gds"
     assert config.engine_kind is None
