@@ -18,7 +18,10 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from torch import nn
+
 from infinity.lane.outgoing import OutgoingShare
+from infinity.planning.forecast import Moves
 from infinity.planning.simulator import Disk, Rates
 from infinity.planning.split import UpdateSplit, of_first, split_updates
 from infinity.ranks.group import Ranks
@@ -30,6 +33,8 @@ from infinity.units.unit import Unit
 
 _FIRST = 2
 """The step after which it is decided first: its fetches are as planned."""
+UNMOVED = Moves(0, 0, 0, trainable=False)
+"""What stands for a slice: plans have none."""
 _ALL = 3
 """Moments of a step: its forward begins, its backward begins, and ends."""
 
@@ -90,7 +95,7 @@ class EarlyUpdates:
 
     # What a step shows
 
-    def forward_began(self) -> None:
+    def forward_began(self, _module: nn.Module) -> None:
         """A forward begins; the first one of a step counts."""
         if self._wanted and not self._marks:
             self._marks.append(self._now())
@@ -155,7 +160,7 @@ class EarlyUpdates:
         return split_updates(
             (computes[0], computes[1]),
             plan,
-            [moves_of(unit) for unit in self._units],
+            [UNMOVED if unit in self._residency.routed else moves_of(unit) for unit in self._units],
             [unit.index for unit in self._units if self._may(unit)],
             Rates(Disk(rate, rate, rate), shared=False),
         )
