@@ -53,9 +53,7 @@ def check_dtype(dtype: str) -> None:
         raise ValueError(message)
 
 
-_U8, _I8, _U16, _I16, _F32 = map(
-    ffi.typeof, ("uint8_t *", "int8_t *", "uint16_t *", "int16_t *", "float *")
-)
+_U8, _I8, _U16, _I16, _F32 = map(ffi.typeof, ("uint8_t *", "int8_t *", "uint16_t *", "int16_t *", "float *"))
 """Found once: a text is looked up at each cast."""
 
 

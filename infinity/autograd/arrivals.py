@@ -318,6 +318,7 @@ class Arrivals:
         name = unit.layout.segments[index].name
         given = part_of(parameter, grad, f"{name}: a gradient that was assigned").detach().clone()
         gradient = self._gradients.arrive(unit, index, given, keep=True)
+        gradient.was_asked_for()
         parameter.grad = OffloadedGradient(parameter, gradient, self._gradients)
         self._gradients.settle_ranks([unit])
         self._gradients.settle(unit)
@@ -394,6 +395,8 @@ class Arrivals:
     def _kept(self, unit: Unit, updater: Updater) -> list[Gradient]:
         """Return the stored gradients of a unit's parameters that `updater` has, and that have not been
         applied.
+
+        Raises: UnsupportedError for one that was assigned behind an update of its parameter.
         """
         with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
             grads = [parameter.grad for parameter in unit.parameters]
@@ -403,6 +406,8 @@ class Arrivals:
             if grad is not None and not applied and updater.has(parameter):
                 gradient = self.gradient_of(parameter)
                 if gradient is not None and gradient.form in (Form.HOST, Form.SPILLED):
+                    if updater.applied(parameter):
+                        raise UnsupportedError(applied_message(unit, "a gradient that was assigned"))
                     found.append(gradient)
         return found
 

@@ -131,17 +131,18 @@ class DirectRead:
             self._memory, self._ended_s = None, time.perf_counter()
 
 
-def read_directly(device: Device, config: Config) -> None:
-    """Have fetches read to the device's memory, where the settings ask for it and it can be; else say once
-    why they go through host memory.
+def read_directly(device: Device, config: Config) -> Device:
+    """Return a device to whose memory fetches read from files, where the settings ask for it and it can be;
+    else say once why they go through host memory.
     """
     if config.aio != "gds":
-        return
+        return device
     kvikio, why = _found(config, on_host=device.is_host)
     if why:
         _say(why)
     else:
         device.read_files_by(DirectFiles(kvikio))
+    return device
 
 
 def _found(config: Config, *, on_host: bool) -> tuple[Any, str]:

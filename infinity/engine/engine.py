@@ -96,8 +96,7 @@ class Engine:
         self.ranks, self.stages = self._meet(process_group, pipeline_group)
         check_sequences(config.sequence_parallel, self.ranks.size)
         self.schema = config.schema
-        self.device = open_device(self.ranks.device)
-        read_directly(self.device, config)
+        self.device = read_directly(open_device(self.ranks.device), config)
         self.expert_ranks = self._divide_experts()
         """How ranks divide experts; None where each computes with all."""
         self._on_device = not self.device.is_host

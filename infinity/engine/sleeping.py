@@ -10,13 +10,13 @@ from infinity.errors import UnsupportedError
 
 
 def sleep(model: nn.Module) -> int:
-    """Take all that Infinity keeps of a model off its accelerator, as before an inference engine computes there
-    between two steps of a training by reinforcement; return the bytes that are free for others by that.
+    """Take all that Infinity keeps of a model off its accelerator, as before an inference engine computes
+    there between two steps of a training by reinforcement; return the bytes that are free for others by that.
 
-    Weights, records and gradients go to host memory and NVMe, as far as they are not there already; torch gives
-    the memory back to the device. Nothing is lost, and training may go on at any time: what a step needs is
-    brought then, as ever, but nothing stays on the device until `wake`. Activations and buffers are the
-    program's own. Where the CPU computes there is nothing to do, and 0 is returned.
+    Weights, records and gradients go to host memory and NVMe, as far as they are not there already; torch
+    gives the memory back to the device. Nothing is lost, and training may go on at any time: what a step
+    needs is brought then, as ever, but nothing stays on the device until `wake`. Activations and buffers are
+    the program's own. Where the CPU computes there is nothing to do, and 0 is returned.
 
     Raises: UnsupportedError within a forward or backward; ValueError for a model that was not built in Init.
     """
@@ -37,8 +37,8 @@ def sleep(model: nn.Module) -> int:
 
 
 def wake(model: nn.Module) -> None:
-    """Let weights and records live on the accelerator again, as before `sleep`: they come back when it is next
-    decided what lives there.
+    """Let weights and records live on the accelerator again, as before `sleep`: they come back when it is
+    next decided what lives there.
 
     Raises: ValueError for a model that was not built in Init.
     """

@@ -235,11 +235,7 @@ class Stats:
             up, down = format_size(self.uploaded_nbytes), format_size(self.downloaded_nbytes)
             rows.insert(6, ("link moved", f"to the device {up}, from it {down}"))
         rows += self._rows_of_slices()
-        if any(self.speculated.values()):
-            counted = (f"{number:,} {kind}" for kind, number in self.speculated.items())
-            rows.append(("made ahead", ", ".join(counted)))
-        if self.updates:
-            rows.append(("updates", self.updates))
+        rows += self._rows_of_updates()
         if self.activations:
             rows.append(("activations", self.activations))
         if self.ranks > 1:
@@ -253,6 +249,15 @@ class Stats:
             rows.append(("predicted step", f"{self.predicted_step_s:.2f} s"))
         rows.append(("more", ".units, .frequency, .plan, .since(earlier); dataclasses.asdict(...)"))
         return [(what, textwrap.shorten(value, _WIDTH, placeholder=" ...")) for what, value in rows]
+
+    def _rows_of_updates(self) -> list[tuple[str, str]]:
+        rows = []
+        if any(self.speculated.values()):
+            counted = (f"{number:,} {kind}" for kind, number in self.speculated.items())
+            rows.append(("made ahead", ", ".join(counted)))
+        if self.updates:
+            rows.append(("updates", self.updates))
+        return rows
 
     def _rows_of_slices(self) -> list[tuple[str, str]]:
         slices, steps = self.slices, max(1, self.steps)

@@ -91,7 +91,7 @@ class EarlyUpdates:
             return ""
         if self.split is not None:
             return str(self.split)
-        return f"all in the next forward: {self._never or "no step was timed yet"}"
+        return f"all in the next forward: {self._never or 'no step was timed yet'}"
 
     # What a step shows
 

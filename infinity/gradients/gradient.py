@@ -185,6 +185,10 @@ class Gradient:
         """Note that somebody has seen that it is finite, or skips the step where it is not."""
         self.checked = True
 
+    def was_asked_for(self) -> None:
+        """Note that its values are the user's: assigned, or changed by an operation of torch."""
+        self.asked = True
+
     def fresh(self) -> Gradient:
         """Return a gradient of zeros for the same parameter."""
         return Gradient(self.unit, self.index, self._ledger)

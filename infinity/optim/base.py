@@ -103,7 +103,7 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
         delayed_after: int = DELAYED_AFTER,
     ) -> None:
         if update not in get_args(When):
-            raise ValueError(f'update={update!r}: expected one of {", ".join(get_args(When))}')
+            raise ValueError(f"update={update!r}: expected one of {', '.join(get_args(When))}")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm={max_norm}: expected a number above 0, or None")
         if max_norm is not None and update == "backward":

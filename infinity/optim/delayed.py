@@ -3,9 +3,9 @@
 [Note: one step stale]
 ZeRO-Offload's delayed parameter update (arXiv 2101.06840, 5.2). From step `delayed_after` + 1 on, step()
 keeps the gradients that it finds, and applies those that the step before has kept, with the options of param
-groups as they are now, and clips those. So the first such step applies nothing, and the model of step i + 1 has
-the gradients of step i - 1. How many steps were made is told by the parameters' own counts, so that the warm-up
-goes on where a checkpoint, or a durable run, left it.
+groups as they are now, and clips those. So the first such step applies nothing, and the model of step i + 1
+has the gradients of step i - 1. How many steps were made is told by the parameters' own counts, so that the
+warm-up goes on where a checkpoint, or a durable run, left it.
 
 ZeRO-Offload hides the CPU's update behind the next forward and backward so. Here update="forward" hides it
 behind the next forward's fetches already, without a stale gradient: this is for who wants to compare.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -77,6 +78,8 @@ class DelayedGradients:
             yield
             return
         fresh = self._take()
+        if not self._held:
+            self._make_room(fresh)
         applied, self._held = self._held, [(one, gradient) for one, _, gradient in fresh]
         with self._standing_for(applied, fresh):
             yield
@@ -134,6 +137,15 @@ class DelayedGradients:
             if gradient is not None and tensor is not None:
                 found.append((parameter, tensor, gradient))
         return found
+
+    def _make_room(self, fresh: list[tuple[nn.Parameter, torch.Tensor, Gradient]]) -> None:
+        """Let fields that were placed in host memory leave it, for as many gradients more as these."""
+        needed: Counter[Engine] = Counter()
+        for parameter, _, gradient in fresh:
+            needed[self._engine(parameter)] += 0 if gradient.tensor is None else gradient.tensor.nbytes
+        for engine, nbytes in needed.items():
+            if engine.pins is not None and engine.kept.free_nbytes < nbytes:
+                engine.pins.make_room(nbytes)
 
     def _take(self) -> list[tuple[nn.Parameter, torch.Tensor, Gradient]]:
         """Return the gradients that are to be kept now."""

@@ -56,6 +56,6 @@ class TakingTurns:
         if changed:
             why = "options of param groups change between the backward and step()"
         elif any(one.asked for one in gradients):
-            why = "gradients are read, clipped or added up before step()"
+            why = "gradients are read, set, clipped or added up before step()"
         for engine in self._engines.values() if why else ():
             engine.arrivals.early.stop(why)

@@ -38,8 +38,8 @@ class RecordSchema:
 
     state_dtype: "fp32", "bf16", "int8" or "int4", of which `mv` has both moments of an element in a byte;
     dtype: "bf16", "fp16" or "fp32"; master_dtype: "fp32", or with "bf16" "fp24", whose `lo` has 8 bits. `hi`
-    is what computes, whatever its type. grad16 and grad32 are a spilled gradient's two forms; an activation is a
-    record of its own.
+    is what computes, whatever its type. grad16 and grad32 are a spilled gradient's two forms; an activation
+    is a record of its own.
     """
 
     def __init__(

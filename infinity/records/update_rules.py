@@ -236,9 +236,7 @@ _ADAM_KERNELS |= _on_fp24(_ADAM_KERNELS)
 ADAM_STATE = {"m": "exp_avg", "v": "exp_avg_sq"}
 
 
-def _summing(
-    steps: Mapping[tuple[str, str], Kernel], *, every: bool = False
-) -> frozenset[tuple[str, str]]:
+def _summing(steps: Mapping[tuple[str, str], Kernel], *, every: bool = False) -> frozenset[tuple[str, str]]:
     """Return those whose kernel takes checksums on its way: all but those that split masters, or widen them,
     in Python. every: it has a kernel for each type.
     """

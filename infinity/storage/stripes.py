@@ -16,7 +16,6 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from infinity import aio
 from infinity.errors import ConfigError
 from infinity.sizes import BLOCK, round_up
 from infinity.storage.memory import Arena, Pool

@@ -387,7 +387,7 @@ class Pins:
             self._take_off()
 
     def rest(self) -> None:
-        """Take all that lives on the device off it, until `wake`. Called outside of forwards and backwards."""
+        """Take all that lives on the device off it, until `wake`. Called between steps."""
         if self._tier is not None:
             self._tier.rest(resting=True)
             self._take_off()

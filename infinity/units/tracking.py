@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
-
 DELAYED = "delayed"
 """The name under which an optimizer tracks the gradients that update="delayed" keeps."""
 

@@ -1,4 +1,4 @@
-"""An accelerator's memory that is handed over between steps. Faked: the accelerator, by streams that are late.
+"""An accelerator whose memory is handed over between steps. Faked: it, by streams that are late.
 Trusted: the same training where the CPU computes.
 """
 

@@ -91,14 +91,12 @@ def test_what_was_timed_decides_and_bits_stay(folder):
 @pytest.mark.parametrize(
     ("between", "why"),
     [
-        (lambda model, _: next(model.parameters()).grad.norm(), "read, clipped or added up"),
-        (lambda model, _: torch.nn.utils.clip_grad_value_(model.parameters(), 1e9), "read, clipped"),
+        (lambda model, _: next(model.parameters()).grad.norm(), "read, set, clipped or added up"),
+        (lambda model, _: torch.nn.utils.clip_grad_value_(model.parameters(), 1e9), "read, set, clipped"),
         (lambda _, optimizer: optimizer.param_groups[0].update(lr=2e-3), "options of param groups change"),
     ],
 )
-def test_steps_that_need_gradients_or_other_options_at_their_end_have_no_early_updates(
-    folder, between, why
-):
+def test_steps_that_need_gradients_or_other_options_at_their_end_have_no_early_updates(folder, between, why):
     both = Both(folder)
     for number in range(5):
         both.step(number, between if number == 1 else lambda *_: None)
@@ -129,6 +127,18 @@ def test_options_changed_too_late_for_an_update_that_is_made_are_an_error(folder
 
 
 @pytest.mark.usefixtures("half")
+def test_a_gradient_assigned_where_an_update_was_made_is_an_error(folder):
+    both = Both(folder)
+    for number in range(3):
+        both.step(number)
+    both.backward(3)
+    weight = both.model.layers[2].weight
+    weight.grad = torch.zeros(WIDTH, WIDTH, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="a gradient that was assigned needs the gradient"):
+        both.optimizer.step()
+
+
+@pytest.mark.usefixtures("half")
 def test_a_second_backward_behind_early_updates_is_an_error_that_names_the_cure(folder):
     both = Both(folder)
     for number in range(3):
@@ -141,9 +151,9 @@ def test_a_second_backward_behind_early_updates_is_an_error_that_names_the_cure(
 def test_it_is_told_apart_from_what_it_is_not(folder):
     with infinity.Init(nvme=folder, host_memory="1MiB"):
         model = Deep()
-    with pytest.raises(ValueError, match='expected "forward", "backward" or "auto"'):
+    with pytest.raises(ValueError, match="expected one of forward, backward, auto, delayed"):
         AdamW(model.parameters(), update="sometimes")
-    with pytest.raises(ValueError, match='update="auto" decides in the backward'):
+    with pytest.raises(ValueError, match='update="auto" nothing is foreseen'):
         AdamW(model.parameters(), update="auto", speculate=True)
 
 

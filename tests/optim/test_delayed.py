@@ -1,4 +1,4 @@
-"""update="delayed": gradients that are applied a step late. Trusted: the recipe in memory, told to do the same.
+"""update="delayed": gradients that are applied a step late. Trusted: the recipe in memory, told to do so.
 Nothing is faked.
 """
 

@@ -1,4 +1,4 @@
-"""Masters in 24 bits: bits of the reference, and what they are refused with. Trusted: the recipe in memory."""
+"""Masters in 24 bits: bits of the reference, and what refuses them. Trusted: the recipe in memory."""
 
 import pytest
 import torch
@@ -19,9 +19,7 @@ SETTINGS = {"lr": 1e-3, "weight_decay": 0.1}
 
 def build(folder, state="int4", master="fp24", **more):
     torch.manual_seed(0)
-    with infinity.Init(
-        nvme=str(folder), host_memory="1MiB", state_dtype=state, master_dtype=master, **more
-    ):
+    with infinity.Init(nvme=str(folder), host_memory="1MiB", state_dtype=state, master_dtype=master, **more):
         return Deep()
 
 

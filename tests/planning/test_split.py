@@ -1,11 +1,13 @@
 """How updates are divided between backward and forward. Nothing is faked; times can be told in one's head."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.planning.forecast import EngineLimits, Moves, predict_step
-from infinity.planning.plan import Plan
+from infinity.planning.plan import Plan, make_plan
 from infinity.planning.simulator import Disk, Rates
 from infinity.planning.split import HalfStep, of_first, split_updates
 
@@ -61,7 +63,7 @@ def test_only_candidates_that_a_step_uses_and_updates_are_divided():
 
 def test_early_units_are_spread_evenly_over_the_layers():
     early = sorted(split(16, (60.0, 60.0)).early)
-    gaps = [two - one for one, two in zip(early, early[1:], strict=False)]
+    gaps = [two - one for one, two in itertools.pairwise(early)]
     assert max(gaps) <= 3
 
 
@@ -98,7 +100,8 @@ def test_no_number_of_early_updates_is_faster_by_more_than_a_hundredth(count, fo
 
 def test_the_forecast_walks_the_split_and_finds_it_faster_than_either_half_alone():
     count, rates = 12, Rates(Disk(1.0, 1.0, 1.0), shared=False)
-    units, plan = [moves()] * count, plan_of(count)
+    trace = tuple(step.use for step in plan_of(count).steps)
+    units, plan = [moves()] * count, make_plan(trace, [HI] * count, 4, hides=[HI] * count)
     told = split_updates((70.0, 70.0), plan, units, range(count), rates)
     seconds = {}
     for name, update, early in (
@@ -106,6 +109,6 @@ def test_the_forecast_walks_the_split_and_finds_it_faster_than_either_half_alone
         ("backward", "backward", ()),
         ("auto", "forward", told.early),
     ):
-        limits = EngineLimits(10, 100, 2, 1000, update=update, early=frozenset(early))
+        limits = EngineLimits(10, 100, 4, 1000, update=update, early=frozenset(early))
         seconds[name] = predict_step(plan, [70.0 / count] * 2 * count, units, limits, rates).seconds
     assert seconds["auto"] < 0.95 * min(seconds["forward"], seconds["backward"])

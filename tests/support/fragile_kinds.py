@@ -108,7 +108,12 @@ KINDS = {
     "updates by turns": (fragile.Run, {"update": "auto"}),
     "delayed updates": (
         fragile.Run,
-        {"of_adamw": {"delayed_after": 1}, "update": "delayed", "host_memory": "64MiB", "state_dtype": "fp32"},
+        {
+            "of_adamw": {"delayed_after": 1},
+            "update": "delayed",
+            "host_memory": "64MiB",
+            "state_dtype": "fp32",
+        },
     ),
     "masters in 24 bits": (fragile.Run, {"master_dtype": "fp24"}),
 }

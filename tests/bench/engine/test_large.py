@@ -1,4 +1,4 @@
-"""What `infinity bench large` says of a run. Faked: the run, by its figures; a slow test runs a small model."""
+"""What `infinity bench large` says of a run. Faked: the run, by its figures; a slow test runs one."""
 
 import argparse
 import json
