@@ -272,7 +272,7 @@ def faults(rest: list[str]) -> NoReturn:
 
 
 def soak(rest: list[str]) -> NoReturn:
-    """Train 2,000 steps and see that memory, descriptors, threads and files stay as they are."""
+    """Train, and generate, for long; see that memory, descriptors, threads and files stay as they are."""
     script("soak", rest)
 
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from infinity.engine.init import Init as Init
     from infinity.engine.no_sync import no_sync as no_sync
     from infinity.engine.sequences import sequence_parallel as sequence_parallel
+    from infinity.engine.sleeping import sleep as sleep
+    from infinity.engine.sleeping import wake as wake
     from infinity.engine.stats import Stats as Stats
     from infinity.engine.stats import stats as stats
     from infinity.errors import ConfigError as ConfigError
@@ -77,6 +79,7 @@ _MODULES = {
     "infinity.engine.init": ("Init",),
     "infinity.engine.no_sync": ("no_sync",),
     "infinity.engine.sequences": ("sequence_parallel",),
+    "infinity.engine.sleeping": ("sleep", "wake"),
     "infinity.engine.stats": ("Stats", "stats"),
     "infinity.errors": (
         "ConfigError",

@@ -31,6 +31,12 @@ def _step() -> Command:
     return step
 
 
+def _large() -> Command:
+    from infinity.bench.engine import large
+
+    return large
+
+
 def _generation() -> Command:
     from infinity.bench.engine import generation
 
@@ -92,6 +98,7 @@ BENCHES = {
     ),
     "adam": (_adam, "parameters per second of the update's kernels beside the memory's speed and torch's"),
     "step": (_step, "whole training steps beside their floor, DeepSpeed and plain PyTorch"),
+    "large": (_large, "a model many times larger than its memory, beside what was planned of it"),
     "generate": (_generation, "generation from disk, beside accelerate, DeepSpeed and plain PyTorch"),
     "ranks": (_ranks, "steps of several ranks on this machine, beside DDP, FSDP2 and DeepSpeed ZeRO-3"),
     "lora": (_lora, "the bytes and the memory of a LoRA step on an offloaded base, beside their limits"),

@@ -39,10 +39,12 @@ from infinity.kernels.operations import (
     narrow_f16,
     product_bf16,
     rewrite,
+    round_lo,
     split,
     sum_squares,
     widen,
     widen_f16,
+    widen_lo,
 )
 from infinity.kernels.recipes import adagrad, adam, adamw_fp16, adamw_fp32, lion, sgd
 from infinity.kernels.scalars import AdagradScalars, AdamWScalars, LionScalars, SGDScalars, state_key
@@ -106,6 +108,7 @@ __all__ = [
     "quantize",
     "quantize4",
     "rewrite",
+    "round_lo",
     "set_isa",
     "set_threads",
     "sgd",
@@ -121,5 +124,6 @@ __all__ = [
     "widen_e8m0",
     "widen_f16",
     "widen_i8",
+    "widen_lo",
     "widen_scales",
 ]

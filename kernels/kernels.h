@@ -283,6 +283,13 @@ struct infinity_sum infinity_sum_squares_f16(size_t n, const uint16_t *grad);
 void infinity_split(size_t n, const float *f32, uint16_t *hi, int16_t *lo);
 void infinity_join(size_t n, const uint16_t *hi, const int16_t *lo, float *f32);
 
+/* [Note: 24-bit masters] lo in 8 bits: its value divided by 256, rounded, at most 127.  widen multiplies by 256 again.
+ * Rounding adds 8 random bits before it drops the lowest 8: of element e byte e mod 4 (the lowest is 0) of the
+ * hash of [Note: the noise] of key and (e div 4); nearest: 128 instead.  Element i of the range is first + i. */
+void infinity_widen_lo(size_t n, const int8_t *lo8, int16_t *lo);
+void infinity_round_lo(size_t n, const int16_t *lo, int32_t nearest, uint64_t key, uint64_t first,
+                       int8_t *lo8);
+
 /* bf16 -> fp32, exactly. */
 void infinity_widen(size_t n, const uint16_t *bf16, float *f32);
 

@@ -53,7 +53,7 @@ def check_dtype(dtype: str) -> None:
         raise ValueError(message)
 
 
-_U8, _U16, _I16, _F32 = map(ffi.typeof, ("uint8_t *", "uint16_t *", "int16_t *", "float *"))
+_U8, _I8, _U16, _I16, _F32 = map(ffi.typeof, ("uint8_t *", "int8_t *", "uint16_t *", "int16_t *", "float *"))
 """Found once: a text is looked up at each cast."""
 
 
@@ -150,6 +150,20 @@ def join(n: int, hi: int, lo: int, f32: int) -> None:
     """Join n pairs of hi and lo into fp32 masters: what `split` was given, bit for bit."""
     check(n, hi=hi, lo=lo, f32=f32)
     library.infinity_join(n, as_u16(hi), as_i16(lo), as_f32(f32))
+
+
+def widen_lo(n: int, lo8: int, lo: int) -> None:
+    """Widen the lower parts of n 24-bit masters, in 8 bits, to those of `split`, in 16."""
+    check(n, lo8=lo8, lo=lo)
+    library.infinity_widen_lo(n, ffi.cast(_I8, lo8), as_i16(lo))
+
+
+def round_lo(n: int, lo: int, lo8: int, key: int | None = None, first: int = 0) -> None:
+    """Round the lower parts of n masters, as `split` gives them, to 8 bits: stochastically, by the random
+    bits of `key` (see `state_key`) and of the elements from `first` on; without a key to the nearest.
+    """
+    check(n, lo=lo, lo8=lo8)
+    library.infinity_round_lo(n, as_i16(lo), key is None, key or 0, first, ffi.cast(_I8, lo8))
 
 
 def widen(n: int, bf16: int, f32: int) -> None:

@@ -1,4 +1,5 @@
-"""Loss curves of the dtypes of optimizer state, with the same text, model and seed, in one picture.
+"""Loss curves of the dtypes of moments, and of masters in 24 bits, with the same text, model and seed, in one
+picture.
 
     python -m infinity.bench.engine.losses --nvme DIR --png FILE.png --json FILE.json
 
@@ -35,6 +36,8 @@ from infinity.cli.text import Text, Windows, default_text
 from infinity.engine.engine import engine_of_model
 from infinity.errors import ConfigError
 
+CURVES = (*STATE_DTYPES, "int4+fp24")
+"""The types of moments, and behind a "+" that of masters; the first is exact."""
 SMOOTHED = 20
 """Steps in the moving mean, which the picture shows as strong lines and by which last losses are compared."""
 
@@ -57,11 +60,11 @@ class CurveSettings:
 
 
 def losses(settings: CurveSettings, state_dtype: str, text: Text, folder: Path) -> Iterator[float]:
-    """Train with moments of this dtype; yield the loss of each step, in nats per byte."""
+    """Train with state of these types, one of CURVES; yield the loss of each step, in nats per byte."""
     torch.manual_seed(settings.seed)
-    with infinity.Init(
-        nvme=str(folder), host_memory=settings.host_memory, device="cpu", state_dtype=state_dtype
-    ):
+    moments, _, masters = state_dtype.partition("+")
+    types = {"state_dtype": moments, "master_dtype": masters or "fp32"}
+    with infinity.Init(nvme=str(folder), host_memory=settings.host_memory, device="cpu", **types):
         model = llama(PRESETS[settings.preset], settings.sequence)
     model.train()
     optimizer = infinity.AdamW(
@@ -135,7 +138,7 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
         description="Loss curves of the dtypes of optimizer state",
     )
     parser.add_argument("--nvme", type=Path, required=True, metavar="DIR", help="a folder on the disk")
-    parser.add_argument("--state-dtype", nargs="+", choices=STATE_DTYPES, default=list(STATE_DTYPES))
+    parser.add_argument("--state-dtype", nargs="+", choices=CURVES, default=list(CURVES))
     parser.add_argument("--preset", choices=PRESETS, default="25m")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8, help="sequences per step")

@@ -46,13 +46,15 @@ SHAPES: dict[str, dict[str, int]] = {
             for name, one in PRESETS.items()
         ),
         ("269m", 20, 1024, 2816, 16, 8192),
+        ("3.74b", 32, 3072, 8192, 24, 19456),
         ("8b", 32, 4096, 14336, 32, 32000),
     )
 }
-"""Llama models: the presets, and two whose vocabulary is larger than bytes. Names are parameter counts."""
+"""Llama models: the presets, and three whose vocabulary is larger than bytes. Names are parameter counts."""
 MAX_NORM, NEVER_REACHED = 1.0, 1e9
 UPDATES: dict[str, dict[str, Any]] = {
     "backward": {"update": "backward"},
+    "auto": {"update": "auto"},
     "forward": {"update": "forward"},
     "clipped": {"update": "forward", "max_norm": MAX_NORM},
     "speculative": {"update": "forward", "max_norm": NEVER_REACHED, "speculate": True},

@@ -68,7 +68,8 @@ def _that_speed_up(one: Planned) -> list[Idea]:
 def _faster(question: Question) -> Iterator[tuple[str, Question]]:
     setting, method = question.setting, question.setting.method
     if setting.update == "forward" and setting.micro_batches == 1 and setting.dtype != "fp16":
-        yield "--update backward", question.changed(update="backward")
+        for update in ("auto", "backward"):
+            yield f"--update {update}", question.changed(update=update)
     for state_dtype in ("bf16", "int8"):
         if setting.state_dtype not in (state_dtype, "int8", "int4"):
             yield f"--state-dtype {state_dtype}", question.changed(state_dtype=state_dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from infinity.bench.engine.runs import SHAPES
 from infinity.bench.findings import Column, Findings
 from infinity.bench.planning.cores import Cores
+from infinity.bench.planning.planned import split_of
 from infinity.bench.planning.sketch import outline_of_shape
 from infinity.bench.targets import Target
 from infinity.errors import ConfigError
@@ -57,7 +58,10 @@ def foretell(row: Mapping[str, Any]) -> Forecast:
     need = demand(outline, setting)
     script = timed(outline.script(row["tokens"], row["tokens"]), row["compute_s"])
     disk = Disk(**{name: row["own_disk"][name] for name in ("read", "write", "mixed")})
-    return forecast(script, need.plan, need.units, need.limits, Rates(disk, **row["cores"]))
+    rates = Rates(disk, **row["cores"])
+    split = split_of(need, script, rates)
+    limits = need.limits if split is None else replace(need.limits, early=frozenset(split.early))
+    return forecast(script, need.plan, need.units, limits, rates)
 
 
 def check(files: Sequence[Path], console: Console) -> tuple[Findings, bool]:

@@ -14,7 +14,6 @@ from infinity.bench.planning.longest import longest_sequence
 from infinity.bench.planning.machine import missing_host_memory, source_of_host_memory
 from infinity.bench.planning.planned import Planned, flops
 from infinity.planning.gpus import GPUS
-from infinity.planning.layout import RecordSchema
 from infinity.planning.lookups import row_blocks
 from infinity.planning.outline import Outline
 from infinity.planning.zero_memory import STAGES, model_states
@@ -92,6 +91,7 @@ def facts(one: Planned, tbw_nbytes: float | None) -> dict[str, Any]:
             "stall_s": forecast.stall_s,
             "busy_s": forecast.busy_s,
             "limit": limit(one),
+            "updates": asdict(one.split) if one.split is not None else None,
             "written_per_day": one.written_nbytes * _DAY_S / one.step_s,
         }
     return found
@@ -165,7 +165,7 @@ def _assumed(one: Planned, options: argparse.Namespace) -> list[tuple[str, str]]
     batch = f"{rows} x {method.sequence:,} tokens on {ranks}"
     if setting.micro_batches > 1:
         batch += f", {setting.micro_batches} times in a step"
-    types = f"{setting.dtype}, moments in {setting.state_dtype}, updates in the {setting.update}"
+    types = f"{setting.dtype}, moments in {setting.state_dtype}, {_updates(one)}"
     budget = f"{format_size(setting.host_nbytes)} of each machine, for all its ranks"
     by_budget = method.activation_nbytes is not None
     ways = [
@@ -226,6 +226,15 @@ def _dimensions(one: Planned) -> list[tuple[str, str]]:
     ]
 
 
+def _updates(one: Planned) -> str:
+    """Say when updates are applied."""
+    if one.setting.update != "auto":
+        return f"updates in the {one.setting.update}"
+    if one.split is None:
+        return "updates as steps show, at first in the forward"
+    return f"updates of {one.split}"
+
+
 def _sent(one: Planned) -> list[tuple[str, str]]:
     """Say what a rank sends to others in a step, by kind of parallelism, and over which links."""
     lines = []
@@ -247,7 +256,7 @@ def _divided(one: Planned) -> str:
     share = here * setting.expert_parallel // setting.data_ranks
     copies = setting.data_ranks // setting.expert_parallel
     with_others = f", which {copies} ranks partition" if copies > 1 else ""
-    schema = RecordSchema(setting.state_dtype, setting.dtype)
+    schema = setting.schema
     nbytes = sum(schema.nbytes(name, share) for name in schema.fields)
     return (
         f"divided among {setting.expert_parallel} ranks: each has {short_count(here)} of their "

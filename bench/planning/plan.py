@@ -67,6 +67,7 @@ _SWEPT = (
     "micro-batches",
     "dtype",
     "state-dtype",
+    "master-dtype",
     "update",
     "model",
 )
@@ -204,12 +205,14 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--nvme", metavar="DIR", help="a folder on the disk to plan for: measured, unless it was before")
     _add_ranks(add)
     add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="the type that computes (bf16)")
-    add("--state-dtype", choices=("fp32", "bf16", "int8"), default="fp32", help="of moments (fp32)")
+    add("--state-dtype", choices=("fp32", "bf16", "int8", "int4"), default="fp32", help="of moments (fp32)")
+    masters = "of masters, as Config(master_dtype=...) (fp32)"
+    add("--master-dtype", choices=("fp32", "fp24"), default="fp32", help=masters)
     _add_activations(parser.add_argument_group("activations").add_argument)
     _add_machine(parser.add_argument_group("a machine that is not this one").add_argument)
     add = parser.add_argument_group("advanced").add_argument
-    updates = ("forward", "backward")
-    add("--update", choices=updates, default="forward", help="when updates are applied (forward)")
+    updates = ("forward", "backward", "auto")
+    add("--update", choices=updates, default="forward", help="when they are applied, as AdamW(update=...)")
     add("--micro-batches", type=positive, default=1, metavar="N", help="forwards and backwards per step (1)")
     units = "what is fetched and used together, as Config(units=...) (module)"
     add("--units", choices=("module", "block", "auto"), default="module", help=units)
@@ -290,9 +293,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """
     check_outputs(options)
     code = 0
-    if getattr(options, "ranks", 0) is None:
-        names = ("sequence_parallel", "tensor_parallel", "pipeline_parallel")
-        options.ranks = math.prod(getattr(options, name, 1) for name in names)
+    _count_ranks(options)
     if getattr(options, "gpu", None):
         _fill_in_gpu(options)
     if options.question == "compare":
@@ -311,6 +312,26 @@ def run(options: argparse.Namespace, console: Console) -> int:
         findings = tell(planned, options)
     report(findings, options, console)
     return code
+
+
+def planned_of(arguments: Sequence[str], console: Console) -> Planned:
+    """Return what `infinity plan check` plans with these arguments.
+
+    Raises: as `run`.
+    """
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = parser.parse_args(["check", *arguments])
+    _count_ranks(options)
+    ((_, planned),) = _planned(options, console)
+    return planned
+
+
+def _count_ranks(options: argparse.Namespace) -> None:
+    """Set the number of ranks where it follows from the other options."""
+    if getattr(options, "ranks", 0) is None:
+        names = ("sequence_parallel", "tensor_parallel", "pipeline_parallel")
+        options.ranks = math.prod(getattr(options, name, 1) for name in names)
 
 
 def _fill_in_gpu(options: argparse.Namespace) -> None:
@@ -376,6 +397,7 @@ def _plan_one(
         nvme=not chosen.no_nvme,
         device_nbytes=chosen.device_memory or chosen.gpu_memory,
         state_dtype=chosen.state_dtype,
+        master_dtype=chosen.master_dtype,
         dtype=chosen.dtype,
         update=chosen.update,
         micro_batches=chosen.micro_batches,
@@ -459,7 +481,7 @@ def _rates(options: argparse.Namespace, disk: Disk | None) -> Rates | None:
     gpu_link = options.gpu_link * 1e9 if options.gpu_link else kernels.copied
     update = GPUS[options.gpu].update if options.gpu else rates.device_update
     linked = replace(rates, shared=False, up=gpu_link, down=gpu_link, device_update=update)
-    schema = RecordSchema(options.state_dtype, options.dtype)
+    schema = RecordSchema(options.state_dtype, options.dtype, master_dtype=options.master_dtype)
     memory = max(rates.update * schema.stepped_nbytes, 2 * rates.copied)  # copying reads, and writes
     return replace(linked, use_s=USE_S, launch_s=LAUNCH_S, memory=memory)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,10 +16,12 @@ from infinity.planning.demand import Demand, as_recomputed, demand, least_host_n
 from infinity.planning.expert_tokens import TokenTraffic, token_traffic
 from infinity.planning.forecast import Forecast, forecast
 from infinity.planning.lookups import in_blocks_of_rows
-from infinity.planning.outline import Outline, timed
+from infinity.planning.outline import Act, Outline, timed
 from infinity.planning.setting import Setting
 from infinity.planning.shared_units import in_shared_units
 from infinity.planning.simulator import Rates
+from infinity.planning.split import UpdateSplit, split_updates
+from infinity.planning.trace import Phase
 from infinity.sizes import format_size
 
 
@@ -82,6 +85,8 @@ class Planned:
     forecast: Forecast | None
     """None if a rate of the disk, or of computing, is not known; also of a training that does not fit."""
     planning_s: float
+    split: UpdateSplit | None = None
+    """Of updates between backward and forward, by update="auto"; None without a forecast."""
 
     @property
     def outline(self) -> Outline:
@@ -186,7 +191,7 @@ def answer(question: Question) -> Planned:
     """Plan one question: see demand, capacity and forecast."""
     outline, setting, machine = question.outline, question.setting, question.machine
     began = time.perf_counter()
-    need, refusal, told = None, "", None
+    need, refusal, told, split = None, "", None, None
     try:
         outline = in_shared_units(in_blocks_of_rows(outline, setting), setting)
         need = demand(outline, setting)
@@ -202,9 +207,25 @@ def answer(question: Question) -> Planned:
         method = setting.method
         taken = as_recomputed(outline, setting)
         script = taken.script(method.tokens, method.sequence, setting.micro_batches)
-        told = forecast(timed(script, question.seconds), need.plan, need.units, need.limits, question.rates)
+        script = timed(script, question.seconds)
+        split = split_of(need, script, question.rates)
+        limits = need.limits if split is None else replace(need.limits, early=frozenset(split.early))
+        told = forecast(script, need.plan, need.units, limits, question.rates)
     least = least_host_nbytes(outline, setting)
-    return Planned(question, least, need, refusal, found, told, planning_s)
+    return Planned(question, least, need, refusal, found, told, planning_s, split)
+
+
+def split_of(need: Demand, script: Sequence[Act], rates: Rates) -> UpdateSplit | None:
+    """Divide updates between the halves of a step, where the setting leaves that to the run."""
+    if not need.setting.may_split_updates:
+        return None
+    computes = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.0}
+    for act in script:
+        if act.verb == "compute":
+            computes[act.phase] += act.amount
+    halves = computes[Phase.FORWARD], computes[Phase.BACKWARD]
+    candidates = [index for index, unit in enumerate(need.units) if unit.trainable]
+    return split_updates(halves, need.plan, need.units, candidates, rates)
 
 
 def too_large_layer(planned: Planned) -> str:

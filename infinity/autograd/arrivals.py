@@ -35,6 +35,7 @@ from torch import nn
 from infinity.autograd.hooks import Hooks, graph_task
 from infinity.durable.committer import Durable
 from infinity.errors import UnsupportedError
+from infinity.gradients.early import EarlyUpdates
 from infinity.gradients.grad_tensor import OffloadedGradient, plain
 from infinity.gradients.gradient import Form, Gradient, applied_message
 from infinity.gradients.speculation import Foreseer, Speculation
@@ -61,7 +62,9 @@ class Updater(Protocol):
     """An optimizer, which may decide updates in the backward."""
 
     update: str
-    """"backward": a unit's gradients are applied as soon as they are complete; "forward": after step()."""
+    """"backward": a unit's gradients are applied as soon as they are complete; "auto": so are those of some
+    units; else after step().
+    """
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is its own."""
@@ -77,6 +80,9 @@ class Updater(Protocol):
 
     def decide_now(self, gradient: Gradient) -> Update:
         """Decide the update of a gradient's parameter, which is applied in the backward."""
+
+    def note_options(self) -> None:
+        """Remember the options of param groups: a backward has ended that may have used them."""
 
 
 def _check_dense(grad: torch.Tensor, unit: Unit, index: int) -> None:
@@ -98,9 +104,10 @@ class Arrivals:
         lane: StreamLane,
         durable: Durable | None,
         speculation: Speculation,
+        early: EarlyUpdates,
     ) -> None:
         """Take those of `units`, a list that the engine fills, from autograd to `gradients`. unit_of: says
-        where a parameter is. durable: has to know before records change.
+        where a parameter is. durable: has to know before records change. early: decides for update="auto".
         """
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those that have parameters of the engine; see `join`."""
@@ -120,11 +127,15 @@ class Arrivals:
         self._lane = lane
         self._durable = durable
         self._speculation = speculation
+        self.early = early
+        hooks.forward_began.append(early.forward_began)
         hooks.backward_ended.append(self._backward_ended)
 
     def join(self, optimizer: Any) -> None:
         """Note that an optimizer has taken parameters of the engine, which does not keep it alive."""
         self.optimizers.add(optimizer)
+        if optimizer.update == "auto":
+            self.early.want()
         self._takers.clear()
 
     def leave(self, optimizer: Any) -> None:
@@ -152,6 +163,7 @@ class Arrivals:
         grad = parameter.grad
         if grad is None:
             return
+        self.early.gradient_came()
         updater = self.updater(unit)
         if updater is not None and self._durable is not None:
             self._durable.before_change()
@@ -306,6 +318,7 @@ class Arrivals:
         name = unit.layout.segments[index].name
         given = part_of(parameter, grad, f"{name}: a gradient that was assigned").detach().clone()
         gradient = self._gradients.arrive(unit, index, given, keep=True)
+        gradient.was_asked_for()
         parameter.grad = OffloadedGradient(parameter, gradient, self._gradients)
         self._gradients.settle_ranks([unit])
         self._gradients.settle(unit)
@@ -353,9 +366,13 @@ class Arrivals:
             self._takers[unit] = [weakref.ref(one) for one in takers]
         for taker in self._takers[unit]:
             optimizer = taker()
-            if optimizer is not None and optimizer.update == "backward":
+            if optimizer is not None and self._applies(optimizer, unit):
                 return optimizer
         return None
+
+    def _applies(self, optimizer: Updater, unit: Unit) -> bool:
+        """Whether an optimizer applies a unit's gradients in the backward."""
+        return optimizer.update == "backward" or (optimizer.update == "auto" and self.early.has(unit))
 
     def _backward_ended(self) -> None:
         if self._meeting is not None:
@@ -366,15 +383,20 @@ class Arrivals:
         for unit in self._gradients.units_outgoing():
             if self._gradients.outgoing_of(unit):  # what came before may have applied it
                 self._gradients.settle(unit)
-        for updater in [one for one in self.optimizers if one.update == "backward"]:
+        for updater in [one for one in self.optimizers if one.update in ("backward", "auto")]:
             for unit in updater.units_with_gradients(self):  # few, of many slices
-                waiting = self._kept(unit, updater)
+                waiting = self._kept(unit, updater) if self._applies(updater, unit) else []
                 if waiting:
                     self._gradients.apply(unit, waiting, updater.decide_now)
+        if self.early.backward_ended():
+            for updater in [one for one in self.optimizers if one.update == "auto"]:
+                updater.note_options()
 
     def _kept(self, unit: Unit, updater: Updater) -> list[Gradient]:
         """Return the stored gradients of a unit's parameters that `updater` has, and that have not been
         applied.
+
+        Raises: UnsupportedError for one that was assigned behind an update of its parameter.
         """
         with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
             grads = [parameter.grad for parameter in unit.parameters]
@@ -384,6 +406,8 @@ class Arrivals:
             if grad is not None and not applied and updater.has(parameter):
                 gradient = self.gradient_of(parameter)
                 if gradient is not None and gradient.form in (Form.HOST, Form.SPILLED):
+                    if updater.applied(parameter):
+                        raise UnsupportedError(applied_message(unit, "a gradient that was assigned"))
                     found.append(gradient)
         return found
 

@@ -91,10 +91,13 @@ def save(
 
     Raises: FileExistsError for a folder that may not be replaced, after everything was saved in a new one
     beside it (FOLDER-2, ...; the error's filename2), so that no training is lost; StorageFullError with the
-    sizes; CheckpointError naming a value that is not plain, and UnsupportedError one that is a DTensor;
+    sizes; CheckpointError naming a value that is not plain, and UnsupportedError one that is a DTensor, and
+    where update="delayed" keeps gradients;
     ValueError for a model that was not built in Init; ConfigError if the ranks do not share the folder, or
     stages do; RanksError if another rank failed, with its reason.
     """
+    if optimizer is not None:
+        optimizer.check_nothing_waits("infinity.save")
     inventory = Inventory(model, optimizer)
     stages = StagesTogether(inventory, folder, saves=True)
     ranks = inventory.ranks

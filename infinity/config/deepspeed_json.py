@@ -513,12 +513,13 @@ def _fields(
     return ours
 
 
-def _shared(given: Mapping[str, Any]) -> dict[str, int]:
-    """Return how many ranks share a sequence, and divide experts, where a file says so."""
+def _shared(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how many ranks share a sequence, or divide experts, and how files are read, where it is said."""
     shared = {"sequence_parallel": given.get(SEQUENCE)}
     if given.get("expert_parallel.enabled"):
         shared["expert_parallel"] = given.get("expert_parallel.autoep_size")
-    return {name: int(size) for name, size in shared.items() if size}
+    reads = {"aio": "gds"} if given.get("aio.use_gds") else {}
+    return {name: int(size) for name, size in shared.items() if size} | reads
 
 
 _SCALING = {

@@ -78,6 +78,7 @@ def _all(sections: str, names: str, takes: str, says: str) -> dict[str, tuple[st
 
 
 HONOURED = {
+    "aio.use_gds": ("switch", 'Config(aio="gds"): from NVMe to the GPU, by kvikio, with verify="off"'),
     "train_batch_size": ("count", "micro batch x accumulation x ranks"),
     "train_micro_batch_size_per_gpu": ("count", "batch size of the data loader"),
     "gradient_accumulation_steps": ("count", "backwards per step; sums are fp32"),
@@ -299,7 +300,6 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     },
     "tensor_parallel.replace_with_kernel_inject": ("switch", (False,), "leave it out"),
     "tensor_parallel.kernel_inject": ("switch", (False,), "leave it out"),
-    "aio.use_gds": ("switch", (False,), "records pass through host memory; leave it out"),
     "gradient_allreduce_op": ("text", ("mean",), "scale the loss instead"),
     "checkpoint.load_universal": ("switch", (False,), "any checkpoint loads on any number of ranks"),
     "data_types.gradient_dtype": ("text", (), "gradients have the type of the weights"),

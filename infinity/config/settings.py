@@ -38,7 +38,7 @@ VERIFY = ("always", "sample", "off")
 _EVERY = re.compile(r"every (?:(\d{1,9}) steps|step)")
 ACCELERATORS = {"cuda": "infinity.device.cuda:CudaStreams"}
 """The class of the streams of each type of accelerator that a model may compute on; tests add one."""
-_AIO = (None, "io_uring", "threads", "buffered")
+_AIO = (None, "io_uring", "threads", "buffered", "gds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,8 @@ class Config:
     state_dtype: how the optimizer's moments are stored: "fp32" (exact), "bf16" (rounded stochastically),
         "int8" or "int4" (codes, with scales of blocks; AdamW and Adam alone have "int4"), with 26, 18, 14 and
         12 bytes of traffic per parameter and step of AdamW and dtype="bf16".
+    master_dtype: "fp32" (exact), or "fp24", with dtype="bf16": masters keep 16 bits of their mantissa, and
+        are rounded stochastically; 1 byte less stored, 2 less moved. For AdamW and Adam.
     tile_above: bytes, or text like "256MiB": every nn.Linear, nn.Embedding and Hugging Face Conv1D with a
         larger weight is built in tiles of at most that, each fetched, used and released on its own; see
         infinity.tiling. "auto": where the budgets require it; see planning.tile_size. None: layers stay
@@ -137,7 +139,8 @@ class Config:
         infinity.tiling.tile_loss_: True, or "auto": for losses of so many tokens that activation_memory asks
         for it. False: the model's own loss. See planning.slices for both.
     aio: the I/O engine, "io_uring", "threads" or "buffered"; None takes INFINITY_AIO, or the best one that
-        works.
+        works. "gds": the same, but weights without updates are read from NVMe to an accelerator directly, by
+        kvikio, with verify="off"; where that cannot be, through host memory, and the log says why. Unproven.
     verify: whether what is read is compared with the hash of what was written: "always" (or True), "sample"
         (one tile in 16; each once in 16 reads), or "off" (or False: nothing is hashed).
     durable: commit steps to a folder of their own under `nvme`, from which infinity.resume continues after
@@ -154,6 +157,7 @@ class Config:
     device_memory: int | str | None = None
     dtype: object = "bf16"
     state_dtype: str = "fp32"
+    master_dtype: str = "fp32"
     tile_above: int | str | None = None
     experts: str = "slices"
     units: str = "module"
@@ -218,9 +222,14 @@ class Config:
         self._check_device()
 
     @property
+    def engine_kind(self) -> str | None:
+        """The I/O engine of what goes through host memory; None for the best one that works."""
+        return None if self.aio == "gds" else self.aio
+
+    @property
     def schema(self) -> RecordSchema:
         """The fields of a record."""
-        return RecordSchema(self.state_dtype, str(self.dtype))
+        return RecordSchema(self.state_dtype, str(self.dtype), master_dtype=self.master_dtype)
 
     @property
     def form(self) -> RecordSchema:
@@ -234,6 +243,7 @@ class Config:
         object.__setattr__(self, "dtype", _DTYPES[str(self.dtype)])
         choices: dict[str, tuple[Any, ...]] = {
             "state_dtype": _STATE_DTYPES,
+            "master_dtype": ("fp32", "fp24"),
             "experts": _EXPERTS,
             "units": _UNITS,
             "frozen_dtype": _FROZEN,
@@ -248,6 +258,9 @@ class Config:
                 expected = ", ".join(map(repr, known))
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {expected}")
         check_secondary(self.secondary_shard)
+        if self.master_dtype != "fp32" and self.dtype != "bf16":
+            given = f"master_dtype={self.master_dtype!r} with dtype={self.dtype!r}"
+            raise ConfigError(f'{given}: it goes with "bf16"')
         for name in ("sequence_parallel", "expert_parallel"):
             size = getattr(self, name)
             if type(size) is not int or size < 1:
@@ -381,6 +394,7 @@ class Config:
             device += f" ({format_size(self.device_nbytes)})"
         nvme = ", ".join(self.nvme_folders) or None
         state = "" if self.state_dtype == "fp32" else f", state_dtype={self.state_dtype}"
+        state += "" if self.master_dtype == "fp32" else f", master_dtype={self.master_dtype}"
         durable = f", durable={self.durable!r}" if self.durable_steps else ""
         kept = "" if self.activation_memory is None else f", activation_memory={self.activation_memory}"
         dtype = f"dtype={self.dtype}{state}{durable}{kept}"

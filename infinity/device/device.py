@@ -39,6 +39,7 @@ from infinity.device.store import DeviceStore
 from infinity.device.streams import Copy, Event, HostMemory, Streams
 from infinity.errors import ConfigError
 from infinity.storage import cpu_affinity as cores
+from infinity.storage.direct import DirectTarget, FilesToDevice
 from infinity.storage.memory import Ledger, view
 from infinity.storage.store import DONE, Future, TensorStore, Transfer
 from infinity.tensors import is_part
@@ -180,6 +181,13 @@ class Device:
         """Return `tensor` in host memory and contiguous; itself if it is so already. ours: see `download`."""
         raise NotImplementedError
 
+    def read_files_by(self, files: FilesToDevice) -> None:
+        """Have fetches read from NVMe to this device's memory, where there is some."""
+
+    def direct_target(self, flat: torch.Tensor) -> DirectTarget | None:
+        """Return a unit's memory as a target of reads from files; None where these go through host memory."""
+        return None
+
     def synchronize(self) -> None:
         """Return when every copy begun so far is over."""
 
@@ -250,6 +258,7 @@ class AcceleratorDevice(Device):
         self._events_of: Any = WeakIdKeyDictionary()  # flat -> _MemoryEvents
         self.room = DeviceRoom()
         self._uploaded_nbytes = self._downloaded_nbytes = 0
+        self._files: FilesToDevice | None = None
         self._handled = 0
         """Failures of torch's allocator that `failure_was_handled` was told of."""
         self._counting = threading.Lock()
@@ -294,6 +303,17 @@ class AcceleratorDevice(Device):
         with self._counting:
             self._uploaded_nbytes += uploaded_nbytes
             self._downloaded_nbytes += downloaded_nbytes
+
+    def read_files_by(self, files: FilesToDevice) -> None:
+        """See Device."""
+        self._files = files
+
+    def direct_target(self, flat: torch.Tensor) -> DirectTarget | None:
+        """See Device."""
+        events: _MemoryEvents | None = self._events_of.get(flat)
+        if self._files is None or events is None:
+            return None
+        return self._files.into(flat, Copy(events.free))
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """See Device."""
@@ -433,6 +453,8 @@ class AcceleratorDevice(Device):
     def close(self) -> None:
         """See Device."""
         self.synchronize()
+        if self._files is not None:
+            self._files.close()
         self.room.close()
         self.memory.close()
 

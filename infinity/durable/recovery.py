@@ -94,8 +94,9 @@ def check_cut(commit: Commit, path: str, tile_numel: int, schema: RecordSchema) 
     """
     if commit.state_dtype != schema.name:
         raise ConfigError(
-            f"dtype, state_dtype: {schema.name!r}; the run in {path} has {commit.state_dtype!r}. Set that, "
-            "name another folder, or remove the run with infinity.wipe(folder)."
+            f"dtype, state_dtype, master_dtype: {schema.name!r}; the run in {path} has "
+            f"{commit.state_dtype!r}. Set that, name another folder, or remove the run with "
+            "infinity.wipe(folder)."
         )
     if commit.tile_numel != tile_numel:
         least, most = totals_in_tiles_of(commit.tile_numel, schema)

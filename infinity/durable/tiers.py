@@ -23,8 +23,8 @@ def open_nvme_tier(
     Raises: ConfigError, CheckpointError, RanksError, or an OSError naming the path.
     """
     if not config.durable_steps:
-        return None, open_nvme(folders, config.aio, sharers) if folders else None
-    durable = Durable(folders, config.aio, config.durable_steps, wipe=config.wipe, ranks=ranks)
+        return None, open_nvme(folders, config.engine_kind, sharers) if folders else None
+    durable = Durable(folders, config.engine_kind, config.durable_steps, wipe=config.wipe, ranks=ranks)
     try:
         for commit in durable.found[:1]:
             check_cut(commit, durable.folders[0].path, tile_numel, config.schema)

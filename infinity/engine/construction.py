@@ -496,7 +496,7 @@ class Construction:
         return whether there were any. See [Note: blocks of rows] in planning/tile_size.py.
         """
         config = self._engine.config
-        whole = config.experts == "whole" or config.state_dtype != "fp32" or self._engine.stages.mesh.several
+        whole = config.experts == "whole" or not config.schema.is_exact or self._engine.stages.mesh.several
         if whole or self._engine.nvme_store is None:  # ranks beside this one might cut otherwise
             return False
         numel = sum(

@@ -26,6 +26,7 @@ from infinity.autograd.module_calls import Entering, Leaving
 from infinity.autograd.rounds import Rounds
 from infinity.config.settings import Config
 from infinity.device.device import choose_cores, choose_device, open_device
+from infinity.device.direct import read_directly
 from infinity.device.room import note_download
 from infinity.durable.committer import TrainingStateSource
 from infinity.durable.tiers import open_nvme_tier
@@ -39,6 +40,7 @@ from infinity.engine.routing import Routing
 from infinity.engine.shortage import Shortage
 from infinity.engine.state_dict import Exchange
 from infinity.errors import UnsupportedError
+from infinity.gradients.early import EarlyUpdates
 from infinity.gradients.speculation import Speculation, why_never
 from infinity.gradients.store import GradientStore
 from infinity.lane.lane import StreamLane
@@ -93,7 +95,7 @@ class Engine:
         self.config = config
         self.ranks, self.stages = self._meet(process_group, pipeline_group)
         self.schema = config.schema
-        self.device = open_device(self.ranks.device)
+        self.device = read_directly(open_device(self.ranks.device), config)
         self.rank_features: RankFeatures = rank_features(config, self.ranks, self.device)
         self.expert_ranks = self._divide_experts()
         """How ranks divide experts; None where each computes with all."""
@@ -193,7 +195,9 @@ class Engine:
         )
 
     def _open_arrivals(self) -> Arrivals:
-        parts = self.gradients, self.outgoing_share, self.lane, self.durable, self.speculation
+        seen = self.units, self.residency, self.traffic, self.outgoing_share, self.ranks
+        early = EarlyUpdates(*seen, on_host=self.device.is_host)
+        parts = self.gradients, self.outgoing_share, self.lane, self.durable, self.speculation, early
         return Arrivals(self.units, self.parameters.unit_of, self.hooks, *parts)
 
     def _open_speculation(self) -> Speculation:
@@ -279,7 +283,7 @@ class Engine:
             nvme = self.nvme_store
             shared = nvme.stores[0] if isinstance(nvme, StripedStore) else nvme
             engine = shared.engine if shared is not None else None
-            self.checkpoint_store = CheckpointStore(engine, self.config.aio)
+            self.checkpoint_store = CheckpointStore(engine, self.config.engine_kind)
             self.ending.close_first(self.checkpoint_store.close)
         record.lie_in(self.checkpoint_store, ranges)
 
@@ -535,7 +539,7 @@ class Engine:
 
     def close_step(self) -> None:
         """The optimizer has decided a step."""
-        pending = any(optimizer.update == "forward" for optimizer in self.optimizers)
+        pending = any(optimizer.update != "backward" for optimizer in self.optimizers)
         if self.residency.close_step(updates_at_fetch=pending):
             self.hooks.begin_step()
             if self.pins is not None:

@@ -13,12 +13,13 @@ from torch import nn
 
 from infinity.engine.engine import Engine, engine_of_model
 from infinity.planning.bottleneck import Load, Speed
-from infinity.planning.forecast import EngineLimits, Moves, predict_step
+from infinity.planning.forecast import EngineLimits, predict_step
 from infinity.planning.simulator import Rates
 from infinity.planning.trace import Phase
 from infinity.planning.use_counts import Counts
 from infinity.sizes import format_size
 from infinity.units.device_tier import lives_on_device
+from infinity.units.moves import moves_of
 from infinity.units.unit import Unit
 
 _WIDTH = 100
@@ -143,6 +144,10 @@ class Stats:
     """Updates of units that were made before step() had decided them: "confirmed" or "dropped" by it; and, by
     the reason, how often one could not be made while they were.
     """
+    updates: str = ""
+    """Which units have their updates in the backward by update="auto", and how busy the disk is then; empty
+    without it.
+    """
     second_nbytes: int = 0
     """Bytes on NVMe, beside those of records, to which such updates are written."""
     predicted_step_s: float | None = None
@@ -232,9 +237,7 @@ class Stats:
             up, down = format_size(self.uploaded_nbytes), format_size(self.downloaded_nbytes)
             rows.insert(6, ("link moved", f"to the device {up}, from it {down}"))
         rows += self._rows_of_slices()
-        if any(self.speculated.values()):
-            counted = (f"{number:,} {kind}" for kind, number in self.speculated.items())
-            rows.append(("made ahead", ", ".join(counted)))
+        rows += self._rows_of_updates()
         if self.activations:
             rows.append(("activations", self.activations))
         if self.ranks > 1:
@@ -251,6 +254,15 @@ class Stats:
             rows.append(("predicted step", f"{self.predicted_step_s:.2f} s"))
         rows.append(("more", ".units, .frequency, .plan, .since(earlier); dataclasses.asdict(...)"))
         return [(what, textwrap.shorten(value, _WIDTH, placeholder=" ...")) for what, value in rows]
+
+    def _rows_of_updates(self) -> list[tuple[str, str]]:
+        rows = []
+        if any(self.speculated.values()):
+            counted = (f"{number:,} {kind}" for kind, number in self.speculated.items())
+            rows.append(("made ahead", ", ".join(counted)))
+        if self.updates:
+            rows.append(("updates", self.updates))
+        return rows
 
     def _rows_of_slices(self) -> list[tuple[str, str]]:
         slices, steps = self.slices, max(1, self.steps)
@@ -351,28 +363,9 @@ def predicted_step_s(engine: Engine, load: Load, done: Stats, speed: Speed) -> f
         budget.outgoing_nbytes,
         on_host=host,
         update="forward" if engine.residency.updates_at_fetch and not ahead else "backward",
+        early=frozenset(split.early if (split := engine.arrivals.early.split) is not None else ()),
     )
-    return predict_step(plan, seconds, [_moves(unit) for unit in engine.units], limits, rates).seconds
-
-
-def _moves(unit: Unit) -> Moves:
-    stored = {
-        name: unit.record.field_nbytes(name)
-        for name, tier in unit.record.tiers()
-        if tier not in ("host", "device") and name in unit.record.fields
-    }
-    hi_nbytes = stored.pop("hi", 0)
-    return Moves(
-        unit.record.shard.numel,
-        hi_nbytes,
-        sum(stored.values()),
-        unit.window_nbytes,
-        in_place=unit.in_place,
-        trainable=unit.trainable and not unit.record.on_device,
-        width=unit.record.schema.width,
-        derived=bool(unit.record.schema.derived),
-        state_fields=len(stored),
-    )
+    return predict_step(plan, seconds, [moves_of(unit) for unit in engine.units], limits, rates).seconds
 
 
 def stats(model: nn.Module) -> Stats:
@@ -419,6 +412,7 @@ def stats(model: nn.Module) -> Stats:
         device_nbytes=tier.held_nbytes if tier is not None else 0,
         speculated=engine.speculation.counts,
         second_nbytes=engine.speculation.nbytes,
+        updates=engine.arrivals.early.told,
         activations=engine.activations.told if engine.activations is not None else "",
         uploaded_nbytes=uploaded_nbytes,
         downloaded_nbytes=downloaded_nbytes,

@@ -96,6 +96,7 @@ class OffloadedGradient(Thin):
     def replace(self, part: torch.Tensor) -> None:
         """Stand for a new gradient. part: what this rank holds of it, in memory that nothing else uses."""
         self.gradient = self.store.replaced(self.gradient, part)
+        self.gradient.was_asked_for()
         self.store.settle(self.gradient.unit)
 
     def zero(self) -> OffloadedGradient:

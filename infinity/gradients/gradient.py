@@ -84,6 +84,7 @@ class Gradient:
         "_unit",
         "additions",
         "arriving",
+        "asked",
         "checked",
         "field",
         "form",
@@ -115,6 +116,8 @@ class Gradient:
         """The fp32 factor that clipping recorded; applied in the update."""
         self.checked = False
         """Whether somebody has seen that it is finite, as a scaled loss needs."""
+        self.asked = False
+        """Whether its values were read, clipped or added to."""
         self._ledger = ledger
         self._charged = 0
         self._lease: Lease | None = None
@@ -150,7 +153,11 @@ class Gradient:
         return None if self._job is None else self._job()
 
     def check(self, what: str) -> None:
-        """Raises: UnsupportedError where the values are gone that `what` needs."""
+        """Note that `what` needs the values.
+
+        Raises: UnsupportedError where they are gone.
+        """
+        self.asked |= self.form is not Form.ZERO
         if self.form is Form.APPLIED:
             raise UnsupportedError(applied_message(self.unit, what))
 
@@ -171,11 +178,16 @@ class Gradient:
 
     def multiply(self, factor: float) -> None:
         """Record a factor of clipping, in fp32."""
+        self.asked = True
         self.scale = np.float32(self.scale * np.float32(factor))
 
     def was_seen_finite(self) -> None:
         """Note that somebody has seen that it is finite, or skips the step where it is not."""
         self.checked = True
+
+    def was_asked_for(self) -> None:
+        """Note that its values are the user's: assigned, or changed by an operation of torch."""
+        self.asked = True
 
     def fresh(self) -> Gradient:
         """Return a gradient of zeros for the same parameter."""
@@ -301,8 +313,8 @@ class Gradient:
 def applied_message(unit: Unit, what: str) -> str:
     """Return the message for what update="backward" cannot do."""
     return (
-        f'{unit.name}: {what} needs the gradient, but update="backward" has applied it in the backward '
-        "already. "
+        f'{unit.name}: {what} needs the gradient, but update="backward", or "auto", has applied it in the '
+        "backward already. "
         'Use AdamW(..., update="forward") for clipping, gradient accumulation or code that reads gradients.'
     )
 

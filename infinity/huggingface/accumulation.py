@@ -181,7 +181,8 @@ class HeldBatches:
                 output = self._forward(**merged)
             except tiling.LogitsUsedError as error:
                 self.undo()
-                if getattr(self._optimizer, "update", None) == "backward" or self._engines_of_ranks:
+                early = getattr(self._optimizer, "update", None) in ("backward", "auto")
+                if early or self._engines_of_ranks:
                     raise
                 self._say(len(held), str(error))
             else:

@@ -285,7 +285,10 @@ def _leave_norms_out(optimizer: OffloadedOptimizer) -> None:
     accelerator: Any = trainer.accelerator
     if isinstance(accelerator.__dict__.get("clip_grad_norm_"), _NoNorm):
         accelerator.clip_grad_norm_ = accelerator.clip_grad_norm_.usual  # of an earlier training
-    if optimizer.update == "backward" or optimizer.max_norm is not None:
+    unclipped = (
+        optimizer.update == "auto" and not trainer.args.max_grad_norm
+    )  # a norm would keep all gradients
+    if optimizer.update == "backward" or optimizer.max_norm is not None or unclipped:
         accelerator.clip_grad_norm_ = _NoNorm(accelerator.clip_grad_norm_)
 
 

@@ -16,7 +16,7 @@ from infinity import kernels
 from infinity.device.device import Device, Download
 from infinity.lane.base import Pass
 from infinity.lane.matrices import MOMENTUM, MatrixOwners, WholeMatrices
-from infinity.lane.outgoing import Lease, OutgoingShare
+from infinity.lane.outgoing import Lease
 from infinity.lane.passes import clear, piece_address
 from infinity.planning.layout import TilePiece, pieces, tiles
 from infinity.planning.queue import JobLane
@@ -175,14 +175,6 @@ class FetchPass(_UnitPass):
     def process(self, start: int, stop: int, addresses: dict[str, int]) -> Sequence[Transfer] | None:
         """Upload."""
         return self._upload(start, stop, addresses)
-
-
-def fetch_of(unit: FetchTarget, device: Device, tile_numel: int, share: OutgoingShare | None) -> FetchPass:
-    """Return a pass that brings `hi`. It takes of `share` what it is put together in, if that pays."""
-    stage = None
-    if share is not None and not device.is_host and unit.record.is_transposed:
-        stage = share.try_lease(unit.record.field_nbytes("hi"))
-    return FetchPass(unit, device, tile_numel, stage)
 
 
 class _UpdatingPass(_UnitPass):
@@ -354,7 +346,7 @@ class _UpdatingPass(_UnitPass):
         update = self.updates.get(parts[0].index) if len(parts) == 1 and parts[0].start == start else None
         if update is None or update.missed or update.after or not update.has_gradient:
             return False
-        return (self.record.schema.dtype, self.record.schema.state_dtype) in update.recipe.summing
+        return (self.record.schema.kept, self.record.schema.state_dtype) in update.recipe.summing
 
     def process(self, start: int, stop: int, addresses: dict[str, int]) -> Sequence[Transfer] | None:
         """Work on one tile of the first walk, or as the subclass does."""
@@ -399,7 +391,7 @@ class _UpdatingPass(_UnitPass):
                 for name in self.record.schema.fields
                 if name in addresses
             }
-        step = update.recipe.kernels[self.record.schema.dtype, self.record.schema.state_dtype]
+        step = update.recipe.kernels[self.record.schema.kept, self.record.schema.state_dtype]
         if self._matrices is not None and update.recipe.matrices is not None:
             self._matrices.settle()
             direction = self._matrices.parts[piece.index].data_ptr() + 2 * piece.within

@@ -20,7 +20,7 @@ from infinity.lane.base import Pass
 from infinity.planning.layout import pieces, tiles
 from infinity.records.record import Record
 from infinity.records.stored_moments import read_moments, write_moments
-from infinity.records.weights import ACCUMULATE, KERNEL_DTYPE, WEIGHTS, WIDEN, compute_dtype
+from infinity.records.weights import ACCUMULATE, KEPT, KERNEL_DTYPE, WIDEN, compute_dtype
 from infinity.storage.store import DONE, Extent, Future, Transfer
 
 
@@ -172,7 +172,7 @@ class _RangePass(Pass):
         self.start, self.stop = start, stop
         self.values = dict(values)
         self._tile_numel = tile_numel
-        self._weights = WEIGHTS[record.schema.dtype]
+        self._weights = KEPT[record.schema.kept]
         self._names = tuple(dict.fromkeys(name for field in values for name in self._kept_in(field)))
 
     def _kept_in(self, field: str) -> Sequence[str]:
@@ -361,7 +361,7 @@ class WritePass(Pass):
             write_moments(self.record.schema, piece.numel, stored, moments)
 
     def _write_master(self, numel: int, new: int, dtype: torch.dtype, stored: dict[str, int]) -> None:
-        weights = WEIGHTS[self.record.schema.dtype]
+        weights = KEPT[self.record.schema.kept]
         if self._rewrite and dtype == weights.dtype:
             weights.rewrite(numel, new, stored)
         elif dtype == torch.float32:

@@ -8,7 +8,9 @@ parameter goes through such a fetch, so it sees the updated value. update="backw
 the backward, as soon as a unit's gradients are complete, and no gradient is kept; that excludes clipping (the
 norm is not known yet) and a second backward before step(). Units in host memory need no transfers that an
 early update could overlap with: their gradients wait in the outgoing share, and are applied when it is full,
-or when the backward ends.
+or when the backward ends. update="auto": some units have theirs in the backward, so many that both halves of
+a step are equally busy, and the others in the next forward; see gradients/early.py.
+update="delayed" is "forward" with the gradients of the step before; see optim/delayed.py.
 
 With speculate=True a unit's update is made in the backward, too, as if nothing were clipped and the gradient
 scale were the usual one, but beside the record; gradients are kept. step() decides as ever, and where it
@@ -29,10 +31,11 @@ after it, by the pass that brings the slice for its next use: one pass for each 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -46,18 +49,23 @@ from infinity.engine.engine import Engine
 from infinity.errors import UnsupportedError
 from infinity.gradients.gradient import Form, Gradient
 from infinity.optim.checks import check_record, check_room, checked_states
+from infinity.optim.delayed import DELAYED_AFTER, DelayedGradients, check_delayed
 from infinity.optim.joined_state import cut_state, joined_state
 from infinity.optim.missed import MissedStep, MissedSteps, Slice, most_misses
 from infinity.optim.optimizer_view import ShowingState
 from infinity.optim.ownership import ParameterPlace, check_current, engine_for
+from infinity.optim.turns import TakingTurns
 from infinity.planning.speculation import SpeculationHistory
 from infinity.records.update_rules import Recipe
 from infinity.records.updates import Update
 from infinity.records.weights import WEIGHTS
 from infinity.tiling import Whole, count_update
 from infinity.units.optimizer_options import check_group
-from infinity.units.tracking import Tracking
+from infinity.units.tracking import DELAYED, Tracking
 from infinity.units.unit import Unit
+
+When = Literal["forward", "backward", "auto", "delayed"]
+"""When updates are applied: see [Note: when an update happens]."""
 
 Speculate = bool | Literal["auto"]
 """Whether updates are made in the backward before step() decides them; "auto": where it was right lately."""
@@ -66,16 +74,17 @@ Taken = tuple[dict[str, Any], nn.Parameter, Gradient]
 """A group, one of its parameters, and the gradient that step() applies."""
 
 
-class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[misc]  # state, on demand
+class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # type: ignore[misc]  # state, on demand
     """The base of all optimizers on parameters built inside `with infinity.Init(...)`. Making one
     allocates room for their state.
 
     params: as for every torch Optimizer. defaults: the options of a param group. recipe: what the optimizer
     computes, and which state it keeps. max_norm: clip the global gradient norm, in fp32, inside the update
-    (leave it None if you call torch.nn.utils.clip_grad_norm_). update: "forward" or "backward"; see [Note:
-    when an update happens]. seed: of the random bits that round the moments of Config(state_dtype="bf16",
-    "int8" or "int4"); the same seed gives the same bits. speculate: True or "auto" makes updates ahead; see
-    the same note. `state` reads from the records; see ParameterState.
+    (leave it None if you call torch.nn.utils.clip_grad_norm_). update: "forward", "backward", "auto" or
+    "delayed", the last from `delayed_after` steps on; see [Note: when an update happens]. seed: of the random
+    bits that round the moments of Config(state_dtype="bf16", "int8" or "int4"); the same seed gives the same
+    bits. speculate: True or "auto" makes updates ahead; see the same note. `state` reads from the records;
+    see ParameterState.
 
     Raises: ValueError for settings out of range and for parameters that were not built in Init;
     UnsupportedError for torch's options that it does not have.
@@ -88,20 +97,21 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         recipe: Recipe,
         *,
         max_norm: float | None = None,
-        update: Literal["forward", "backward"] = "forward",
+        update: When = "forward",
         seed: int = 0,
         speculate: Speculate = False,
+        delayed_after: int = DELAYED_AFTER,
     ) -> None:
-        if update not in ("forward", "backward"):
-            raise ValueError(f'update={update!r}: expected "forward" or "backward"')
+        if update not in get_args(When):
+            raise ValueError(f"update={update!r}: expected one of {', '.join(get_args(When))}")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm={max_norm}: expected a number above 0, or None")
         if max_norm is not None and update == "backward":
             raise ValueError('max_norm needs the norm of all gradients before an update: update="forward"')
         if speculate not in (True, False, "auto"):
             raise ValueError(f'speculate={speculate!r}: expected True, False or "auto"')
-        if speculate is True and update == "backward":
-            raise ValueError('speculate=True: update="backward" decides in the backward, nothing is foreseen')
+        if speculate is True and update != "forward":
+            raise ValueError(f'speculate=True: with update="{update}" nothing is foreseen: update="forward"')
         recipe.scalars(defaults, 1, 1.0)  # checks the defaults
         self.recipe = recipe
         self.max_norm = max_norm
@@ -112,6 +122,10 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         forced = None if speculate == "auto" and update == "forward" else speculate is True
         self.speculation = SpeculationHistory(forced)
         self._decided: set[Unit] = set()
+        self.delayed = DelayedGradients(self, delayed_after) if update == "delayed" else None
+        """What update="delayed" keeps for the next step; None without it."""
+        if self.delayed is not None:
+            self.track(**{DELAYED: self.delayed})
         self._missed = MissedSteps()
         self._warned = False
         self.own_nothing()
@@ -158,6 +172,8 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
                     engine.parameters.unit_of(parameter)[0].record.schema,
                     self.update,
                 )
+                if self.update == "delayed":
+                    check_delayed(engine, type(self).__name__)
                 self.mine[id(parameter)] = ParameterPlace(engine, len(self.mine), len(self.param_groups) - 1)
             if self._made:
                 self.take(group)
@@ -185,11 +201,45 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
                 loss = closure()
         for engine in self._engines.values():
             engine.arrivals.finish_backward()
+        with contextlib.nullcontext() if self.delayed is None else self.delayed.turn():
+            self._step_now()
+        return loss
+
+    @torch.no_grad()
+    def apply_delayed(self) -> None:
+        """Apply the gradients that update="delayed" keeps for the next step, in a step of its own; do nothing
+        where there are none.
+        """
+        check_current(self, "apply_delayed()")
+        if self.delayed is not None and len(self.delayed):
+            with self.delayed.catch_up():
+                self._step_now()
+
+    def check_nothing_waits(self, what: str) -> None:
+        """See that no gradient is kept for the next step, which `what` does not hold.
+
+        Raises: UnsupportedError.
+        """
+        if self.delayed is not None and len(self.delayed):
+            raise UnsupportedError(
+                f'{what}: update="delayed" keeps the gradients of the last step for the next one, and they '
+                "are no part of it. Call optimizer.apply_delayed() first; a durable run commits them."
+            )
+
+    @property
+    def steps_done(self) -> int:
+        """See delayed.Delaying."""
+        return max((one.get("step", 0) for one in self._counts.values()), default=0)
+
+    def _step_now(self) -> None:
+        """Decide the updates of all parameters that have a gradient now."""
         found = [
             (group, one, gradient)
             for group, one in self._having_gradients()
             if (gradient := self.mine[id(one)].engine.arrivals.gradient_of(one)) is not None
         ]
+        if self.update == "auto":
+            self.look_at_turns([gradient for _, _, gradient in found])
         beside = self._begin_to_miss({id(one) for _, one, _ in found})
         # Graphs with old values end.
         torch.autograd.graph.increment_version(
@@ -211,8 +261,9 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
             self._engine(unit).residency.frequencies.updated(unit.index)
         self._applied.clear()
         for engine in self._engines.values():
+            if self.update == "auto":
+                engine.arrivals.early.close_step()
             engine.close_step()
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
         """As every torch Optimizer's. A gradient is no value, so that no released parameter is asked."""
@@ -369,7 +420,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
     def _key(self, gradient: Gradient, step: int) -> int:
         """Return the key of the random bits that round the state; 0 where nothing is rounded."""
         unit = gradient.unit
-        if unit.record.schema.state_dtype == "fp32":
+        if unit.record.schema.is_exact:
             return 0
         return kernels.state_key(self.seed, self.mine[id(unit.parameters[gradient.index])].position, step)
 
@@ -437,6 +488,7 @@ class OffloadedOptimizer(ShowingState, Tracking, Optimizer):  # type: ignore[mis
         Raises: HostMemoryError, with the sizes, if the state does not fit the machine's memory.
         """
         check_current(self, "state_dict()")
+        self.check_nothing_waits("state_dict()")
         packed: dict[str, Any] = super().state_dict()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         kept = [one for index, one in enumerate(parameters) if index in packed["state"]]

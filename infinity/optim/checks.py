@@ -51,8 +51,13 @@ def check_record(recipe: Recipe, schema: RecordSchema, update: str) -> None:
 
     Raises: UnsupportedError naming the option to change.
     """
-    if (schema.dtype, schema.state_dtype) not in recipe.kernels:
-        known = [state for dtype, state in recipe.kernels if dtype == schema.dtype]
+    if schema.master_dtype != "fp32" and not any(kept == schema.kept for kept, _ in recipe.kernels):
+        raise UnsupportedError(
+            f"{recipe.name} needs exact masters, and the model was built with "
+            f"master_dtype={schema.master_dtype!r}, which AdamW and Adam have: leave it out"
+        )
+    if (schema.kept, schema.state_dtype) not in recipe.kernels:
+        known = [state for kept, state in recipe.kernels if kept == schema.kept]
         if not known:
             others = " or ".join(dict.fromkeys(repr(dtype) for dtype, _ in recipe.kernels))
             raise UnsupportedError(

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from infinity.errors import UnsupportedError
-from infinity.optim.base import OffloadedOptimizer, Speculate
+from infinity.optim.base import OffloadedOptimizer, Speculate, When
+from infinity.optim.delayed import DELAYED_AFTER
 from infinity.records.update_rules import Kernel, Recipe, UpdateSpan
 from infinity.records.weights import KERNEL_DTYPE, WEIGHTS, WIDEN, Weights
 from infinity.storage.memory import view
@@ -35,8 +36,9 @@ def wrap_optimizer(
     params: Iterable[Any],
     *,
     max_norm: float | None = None,
-    update: Literal["forward", "backward"] = "forward",
+    update: When = "forward",
     speculate: Speculate = False,
+    delayed_after: int = DELAYED_AFTER,
     **options: Any,
 ) -> Elementwise:
     """Return an optimizer that steps offloaded parameters by any elementwise class of torch.optim.
@@ -44,14 +46,15 @@ def wrap_optimizer(
     It is for classes without a kernel in this package, and slower. kind: the class, such as
     torch.optim.RMSprop; options: its own. Masters, state and arithmetic are fp32; the bits are those of
     kind(..., foreach=False) in memory, on fp32 parameters with the same gradients. params, max_norm, update,
-    speculate: as OffloadedOptimizer.
+    speculate, delayed_after: as OffloadedOptimizer.
 
         optimizer = infinity.wrap_optimizer(torch.optim.RMSprop, model.parameters(), lr=1e-3, momentum=0.9)
 
     Raises: UnsupportedError for a class that is not elementwise, or whose state a record has no room for; see
     [Note: what is elementwise]. What `kind` itself raises for its options.
     """
-    return Elementwise(kind, params, max_norm=max_norm, update=update, speculate=speculate, **options)
+    timing: dict[str, Any] = {"update": update, "speculate": speculate, "delayed_after": delayed_after}
+    return Elementwise(kind, params, max_norm=max_norm, **timing, **options)
 
 
 class Elementwise(OffloadedOptimizer):
@@ -63,15 +66,15 @@ class Elementwise(OffloadedOptimizer):
         params: Iterable[Any],
         *,
         max_norm: float | None = None,
-        update: Literal["forward", "backward"] = "forward",
+        update: When = "forward",
         speculate: Speculate = False,
+        delayed_after: int = DELAYED_AFTER,
         **options: Any,
     ) -> None:
         """Test the class, and take the parameters; room for their state is allocated now."""
         chosen = _OptimizerKind(kind, options)
-        super().__init__(
-            params, chosen.defaults, chosen.recipe(), max_norm=max_norm, update=update, speculate=speculate
-        )
+        timing: dict[str, Any] = {"update": update, "speculate": speculate, "delayed_after": delayed_after}
+        super().__init__(params, chosen.defaults, chosen.recipe(), max_norm=max_norm, **timing)
 
 
 @dataclass(frozen=True, slots=True)

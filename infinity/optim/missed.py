@@ -202,7 +202,7 @@ class Stack:
     def _missed(self, one: Slice, before: Update | None, since: int, begun: int) -> Update:
         """Return what is pending for a slice with all that it missed since, before which it had `begun`."""
         steps, group = self._steps[since - self._dropped :], one.group
-        rounds = one.unit.record.schema.state_dtype != "fp32"
+        rounds = not one.unit.record.schema.is_exact
         past = (id(before), since, group, begun)
         if not rounds and (shared := self._shared.get(past)) is not None:
             return shared[1]

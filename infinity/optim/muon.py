@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from infinity.errors import UnsupportedError
-from infinity.optim.base import OffloadedOptimizer, Speculate
-from infinity.optim.optimizers import When
+from infinity.optim.base import OffloadedOptimizer, Speculate, When
+from infinity.optim.delayed import DELAYED_AFTER
 from infinity.optim.ownership import engine_for
 from infinity.records import update_rules as recipes
 from infinity.records.update_rules import Recipe
@@ -47,7 +47,7 @@ class Muon(OffloadedOptimizer):
     weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as torch.optim.Muon, per
     group too. A group with use_muon=False has AdamW's options instead, with AdamW's defaults (lr=1e-3,
     betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2), whatever Muon's are. max_norm, update, seed: as AdamW.
-    speculate: as AdamW, for modules without a matrix that Muon has.
+    delayed_after: as AdamW; speculate too, for modules without a matrix that Muon has.
 
     Beside the budget, a step takes 10 bytes per element of a matrix while that is orthogonalized, as an
     operator takes its intermediate values, and 2 per element of the module's other matrices, such as those
@@ -74,6 +74,7 @@ class Muon(OffloadedOptimizer):
         update: When = "forward",
         seed: int = 0,
         speculate: Speculate = False,
+        delayed_after: int = DELAYED_AFTER,
         **options: Any,
     ) -> None:
         settle(Muon, None, options, params)
@@ -89,9 +90,8 @@ class Muon(OffloadedOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "use_muon": True,
         }
-        super().__init__(
-            params, defaults, recipes.MUON, max_norm=max_norm, update=update, seed=seed, speculate=speculate
-        )
+        timing: dict[str, Any] = {"update": update, "speculate": speculate, "delayed_after": delayed_after}
+        super().__init__(params, defaults, recipes.MUON, max_norm=max_norm, seed=seed, **timing)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: to be stepped by AdamW where the group says use_muon=False.

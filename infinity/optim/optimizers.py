@@ -8,18 +8,17 @@ capturable and differentiable are accepted if False.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.engine.engine import Engine
-from infinity.optim.base import OffloadedOptimizer, Speculate
+from infinity.optim.base import OffloadedOptimizer, Speculate, When
+from infinity.optim.delayed import DELAYED_AFTER
 from infinity.records import update_rules as recipes
 from infinity.tensors import local, spread_as
 from infinity.units.optimizer_options import settle
-
-When = Literal["forward", "backward"]
 
 
 class AdamW(OffloadedOptimizer):
@@ -27,10 +26,11 @@ class AdamW(OffloadedOptimizer):
 
     params, lr, betas, eps, weight_decay: as torch.optim.AdamW, per group too. max_norm: clip the global
     gradient norm, in fp32, inside the update (leave it None if you call torch.nn.utils.clip_grad_norm_).
-    update: "forward" or "backward"; see [Note: when an update happens] in optim/base.py. seed: of the random
-    bits that round the moments of Config(state_dtype="bf16", "int8" or "int4"); the same seed gives the same
-    bits. speculate: "auto" or True makes updates in the backward as if nothing were clipped, and lets them
-    count where step() decides the same; see [Note: when an update happens].
+    update: "forward", "backward", "auto" or "delayed", the last from `delayed_after` steps on; see [Note:
+    when an update happens] in optim/base.py. seed: of the random bits that round the moments of
+    Config(state_dtype="bf16", "int8" or "int4"), and masters in 24 bits; the same seed gives the same bits.
+    speculate: "auto" or True makes updates in the backward as if nothing were clipped, and lets them count
+    where step() decides the same; see the same note.
 
     Raises: ValueError for settings out of range and for parameters that were not built in Init; with
     speculate=True UnsupportedError where no update can be made so, and aio.StorageFullError.
@@ -49,13 +49,13 @@ class AdamW(OffloadedOptimizer):
         update: When = "forward",
         seed: int = 0,
         speculate: Speculate = False,
+        delayed_after: int = DELAYED_AFTER,
         **options: Any,
     ) -> None:
         settle(AdamW, torch.optim.AdamW, {"amsgrad": amsgrad, **options}, params)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(
-            params, defaults, recipes.ADAMW, max_norm=max_norm, update=update, seed=seed, speculate=speculate
-        )
+        timing: dict[str, Any] = {"update": update, "speculate": speculate, "delayed_after": delayed_after}
+        super().__init__(params, defaults, recipes.ADAMW, max_norm=max_norm, seed=seed, **timing)
 
 
 class Adam(OffloadedOptimizer):
@@ -74,13 +74,13 @@ class Adam(OffloadedOptimizer):
         update: When = "forward",
         seed: int = 0,
         speculate: Speculate = False,
+        delayed_after: int = DELAYED_AFTER,
         **options: Any,
     ) -> None:
         settle(Adam, torch.optim.Adam, {"amsgrad": amsgrad, **options}, params)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(
-            params, defaults, recipes.ADAM, max_norm=max_norm, update=update, seed=seed, speculate=speculate
-        )
+        timing: dict[str, Any] = {"update": update, "speculate": speculate, "delayed_after": delayed_after}
+        super().__init__(params, defaults, recipes.ADAM, max_norm=max_norm, seed=seed, **timing)
 
 
 class SGD(OffloadedOptimizer):
@@ -104,6 +104,7 @@ class SGD(OffloadedOptimizer):
         update: When = "forward",
         seed: int = 0,
         speculate: Speculate = False,
+        delayed_after: int = DELAYED_AFTER,
         **options: Any,
     ) -> None:
         settle(SGD, torch.optim.SGD, options, params)
@@ -114,9 +115,8 @@ class SGD(OffloadedOptimizer):
         recipe = recipes.MOMENTUM if any(momenta or [momentum]) else recipes.SGD
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
         defaults |= {"weight_decay": weight_decay, "nesterov": nesterov}
-        super().__init__(
-            groups, defaults, recipe, max_norm=max_norm, update=update, seed=seed, speculate=speculate
-        )
+        timing: dict[str, Any] = {"update": update, "speculate": speculate, "delayed_after": delayed_after}
+        super().__init__(groups, defaults, recipe, max_norm=max_norm, seed=seed, **timing)
 
 
 class Adagrad(OffloadedOptimizer):
@@ -138,6 +138,7 @@ class Adagrad(OffloadedOptimizer):
         update: When = "forward",
         seed: int = 0,
         speculate: Speculate = False,
+        delayed_after: int = DELAYED_AFTER,
         **options: Any,
     ) -> None:
         settle(Adagrad, torch.optim.Adagrad, options, params)
@@ -153,6 +154,7 @@ class Adagrad(OffloadedOptimizer):
             update=update,
             seed=seed,
             speculate=speculate,
+            delayed_after=delayed_after,
         )
 
     def make_room(self, engine: Engine, parameter: nn.Parameter) -> None:
@@ -184,10 +186,10 @@ class Lion(OffloadedOptimizer):
         update: When = "forward",
         seed: int = 0,
         speculate: Speculate = False,
+        delayed_after: int = DELAYED_AFTER,
         **options: Any,
     ) -> None:
         settle(Lion, None, options, params)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(
-            params, defaults, recipes.LION, max_norm=max_norm, update=update, seed=seed, speculate=speculate
-        )
+        timing: dict[str, Any] = {"update": update, "speculate": speculate, "delayed_after": delayed_after}
+        super().__init__(params, defaults, recipes.LION, max_norm=max_norm, seed=seed, **timing)

@@ -133,9 +133,8 @@ class Demand:
         on_host = setting.device_nbytes is None
         device = None if setting.device_nbytes is None else setting.device_nbytes + self.in_use_nbytes
         outgoing = budget.outgoing_nbytes
-        return EngineLimits(
-            budget.tile_numel, budget.slots, window, outgoing, on_host, setting.update, device
-        )
+        update = "backward" if setting.update == "backward" else "forward"
+        return EngineLimits(budget.tile_numel, budget.slots, window, outgoing, on_host, update, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +171,7 @@ class _Sizes:
 
 
 def _sizes(outline: Outline, setting: Setting) -> _Sizes:
-    schema = RecordSchema(setting.state_dtype, setting.dtype)
+    schema = setting.schema
     align, wide = schema.align_numel, 4 if setting.micro_batches > 1 else schema.width
     moves = [part.trainable and not part.idle for part in outline.parts]
     holders = tuple(setting.holders(part) for part in outline.parts)
@@ -205,7 +204,7 @@ def as_recomputed(outline: Outline, setting: Setting) -> Outline:
     """Return the outline with those blocks recomputed that the setting's method recomputes."""
     if outline.activations is None or setting.method.activation_nbytes is None:
         return outline if setting.method.checkpointing else outline.not_recomputed()
-    width, on_gpu = RecordSchema(setting.state_dtype, setting.dtype).width, setting.device_nbytes is not None
+    width, on_gpu = setting.schema.width, setting.device_nbytes is not None
     return outline.keeping(kept_by_budget(outline.activations, setting.method, width, gpu=on_gpu))
 
 
@@ -245,7 +244,7 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     kept_nbytes = sum(
         sizes.field(*key, budget.tile_numel) for key, tier in placement.items() if tier == "host"
     )
-    stored = setting.nvme and setting.update == "forward"
+    stored = setting.nvme and setting.update != "backward"
     spills = _spills(script, of_host, budget.kept_nbytes - kept_nbytes) if stored else {}
     in_first = _spills(script, sizes, budget.kept_nbytes) if stored else {}
     fetched = _fetched_sizes(sizes, setting, placement)
@@ -565,7 +564,7 @@ def _stored_gradients(outline: Outline, sizes: _Sizes, setting: Setting, spills:
     wide = sizes.schema.width
     if setting.micro_batches > 1 and wide < 4:
         wide += 4  # from the second on sums are kept in fp32, beside the first's place
-    in_turn = {unit for unit, part in enumerate(outline.parts) if part.idle and setting.update == "forward"}
+    in_turn = {unit for unit, part in enumerate(outline.parts) if part.idle and setting.update != "backward"}
     return sum(wide * sizes.numels[unit] for unit in {*spills, *in_turn})  # each has its turn
 
 

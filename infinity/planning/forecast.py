@@ -103,6 +103,12 @@ class EngineLimits:
     update: str = "forward"
     device_nbytes: int | None = None
     """Of an accelerator, for all that is ours there; None for no limit."""
+    early: frozenset[int] = frozenset()
+    """Units whose updates the backward makes, by index, where `update` is "forward": see split."""
+
+    def updates_early(self, unit: int) -> bool:
+        """Whether the backward makes a unit's update."""
+        return self.update == "backward" or unit in self.early
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +246,8 @@ class _Walk(Residency[_Unit, SimulatedPass]):
 
     def _decide_updates(self) -> None:
         """The optimizer's step: where updates wait for the next fetch, they are pending from now on."""
-        for act in self._script if self._limits.update == "forward" else ():
-            if act.verb == "gradient":
+        for act in self._script:
+            if act.verb == "gradient" and not self._limits.updates_early(act.unit):
                 self.units[act.unit].pending = True
 
     def start_counting(self) -> None:
@@ -311,7 +317,7 @@ class _Walk(Residency[_Unit, SimulatedPass]):
         moves = unit.moves
         if moves.reduced_nbytes:  # and scattered; later transfers on the link wait behind it
             self._clock.serve("link", moves.reduced_nbytes, lambda: None)
-        if unit.moved or self._limits.update != "backward":  # else it stays where autograd has put it
+        if unit.moved or not self._limits.updates_early(unit.index):  # else it stays
             self._compute(moves.width * moves.numel / self._rates.copied)
 
     def _gradient(self, unit: _Unit, number: int) -> None:
@@ -319,7 +325,7 @@ class _Walk(Residency[_Unit, SimulatedPass]):
         moves = unit.moves
         nbytes = moves.width * moves.numel
         self._bring_gradient(unit)
-        backward = self._limits.update == "backward"
+        backward = self._limits.updates_early(unit.index)
         if not backward and not moves.spills:
             return
         while self._applying and self._outgoing_nbytes + nbytes > self._limits.outgoing_nbytes:

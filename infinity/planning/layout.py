@@ -16,6 +16,7 @@ STATE_BLOCK = 256
 
 _WEIGHTS: dict[str, dict[str, float]] = {
     "bf16": {"hi": 2, "lo": 2},
+    "bf16, fp24": {"hi": 2, "lo": 1},
     "fp16": {"hi": 2, "master": 4},
     "fp32": {"hi": 4},
 }
@@ -36,18 +37,23 @@ class RecordSchema:
     optimizer's state.
 
     state_dtype: "fp32", "bf16", "int8" or "int4", of which `mv` has both moments of an element in a byte;
-    dtype: "bf16", "fp16" or "fp32". `hi` is what computes, whatever its type. grad16 and grad32 are a spilled
-    gradient's two forms; an activation is a record of its own, and so is a second part of weights.
+    dtype: "bf16", "fp16" or "fp32"; master_dtype: "fp32", or with "bf16" "fp24", whose `lo` has 8 bits. `hi`
+    is what computes, whatever its type. grad16 and grad32 are a spilled gradient's two forms; an activation
+    is a record of its own, and so is a second part of weights.
     """
 
-    def __init__(self, state_dtype: str, dtype: str = "bf16", more: Sequence[str] = ()) -> None:
+    def __init__(
+        self, state_dtype: str, dtype: str = "bf16", more: Sequence[str] = (), *, master_dtype: str = "fp32"
+    ) -> None:
         """more: see with_fields. Raises: KeyError for a type that is none."""
         self.dtype = dtype
-        self.state_dtype = state_dtype
-        widths = {**_WEIGHTS[dtype], **_OTHERS, **_MOMENTS[state_dtype]}
+        self.state_dtype, self.master_dtype = state_dtype, master_dtype
+        self.kept = dtype if master_dtype == "fp32" else f"{dtype}, {master_dtype}"
+        """How weights are kept, masters with them: a key of KEPT in records/weights.py."""
+        widths = {**_WEIGHTS[self.kept], **_OTHERS, **_MOMENTS[state_dtype]}
         self._nbytes = {name: round(width * STATE_BLOCK) for name, width in widths.items()}
         self._nbytes |= dict.fromkeys(more, 4 * STATE_BLOCK)
-        self.weights = tuple(_WEIGHTS[dtype])
+        self.weights = tuple(_WEIGHTS[self.kept])
         """The fields that Init makes."""
         self.master = _MASTERS[dtype]
         """Those of them that the fp32 master is in."""
@@ -73,20 +79,26 @@ class RecordSchema:
 
     def with_fields(self, names: Sequence[str]) -> RecordSchema:
         """Return this schema with further fields, of fp32, which no slot holds beside all the others."""
-        return RecordSchema(self.state_dtype, self.dtype, names)
+        return RecordSchema(self.state_dtype, self.dtype, names, master_dtype=self.master_dtype)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether masters and moments are fp32: nothing is rounded at random when it is stored."""
+        return self.state_dtype == self.master_dtype == "fp32"
 
     @property
     def is_updated_on_device(self) -> bool:
         """Whether an accelerator updates its records where they lie: those of fp32 moments, and of masters
         that are fp32 or split. The others need kernels of our own: see records/tensor_steps.py.
         """
-        return self.state_dtype == "fp32" and self.dtype in ("bf16", "fp32")
+        return self.is_exact and self.dtype in ("bf16", "fp32")
 
     @property
     def name(self) -> str:
         """What tells it from every other, for people."""
+        masters = "" if self.master_dtype == "fp32" else f", masters in {self.master_dtype}"
         if self.dtype == "bf16":
-            return self.state_dtype
+            return self.state_dtype + masters
         return f"{self.dtype} record" + ("" if self.state_dtype == "fp32" else f", {self.state_dtype}")
 
     @property

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from infinity.planning.budget import divide, least_budget
-from infinity.planning.layout import RecordSchema
 from infinity.planning.outline import Outline, UnitOutline
 from infinity.planning.setting import Setting
 from infinity.planning.tile_size import rows_of_block
@@ -35,8 +34,8 @@ def row_blocks(outline: Outline, setting: Setting) -> Mapping[int, RowBlocks]:
     uses. None of them is cut with moments of 16 or 8 bits, without NVMe, and where host_memory holds the
     whole model; see [Note: blocks of rows] in tile_size.
     """
-    schema = RecordSchema(setting.state_dtype, setting.dtype)
-    if not setting.nvme or setting.state_dtype != "fp32" or setting.rank_host_nbytes < least_budget(schema):
+    schema = setting.schema
+    if not setting.nvme or not schema.is_exact or setting.rank_host_nbytes < least_budget(schema):
         return {}
     on_device = setting.device_nbytes is not None
     kept_nbytes = divide(setting.rank_host_nbytes, schema=schema, on_device=on_device).kept_nbytes

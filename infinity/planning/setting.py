@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from infinity.errors import ConfigError
 from infinity.planning.activations import Method
 from infinity.planning.coded import BITS
+from infinity.planning.layout import RecordSchema
 from infinity.planning.outline import UnitOutline
 from infinity.planning.together import Feature, said, why_not
 
@@ -23,6 +24,7 @@ class Setting:
     Config(device_memory=...). None where the CPU computes.
     """
     state_dtype: str = "fp32"
+    master_dtype: str = "fp32"
     dtype: str = "bf16"
     update: str = "forward"
     micro_batches: int = 1
@@ -68,8 +70,8 @@ class Setting:
         self._check_activations()
         self._check_ranks()
         self._check_speculation()
-        if self.update not in ("forward", "backward"):
-            raise ConfigError(f'update={self.update!r}: expected "forward" or "backward"')
+        if self.update not in ("forward", "backward", "auto"):
+            raise ConfigError(f'update={self.update!r}: expected "forward", "backward" or "auto"')
         if self.update == "backward" and self.micro_batches > 1:
             raise ConfigError(
                 f'{self.micro_batches} micro-batches need update="forward": with "backward" the second '
@@ -81,12 +83,17 @@ class Setting:
             raise ConfigError(f'state_dtype={self.state_dtype!r}: expected "fp32", "bf16", "int8" or "int4"')
         if self.dtype not in ("bf16", "fp16", "fp32"):
             raise ConfigError(f'dtype={self.dtype!r}: expected "bf16", "fp16" or "fp32"')
+        if self.master_dtype not in ("fp32", *["fp24"] * (self.dtype == "bf16")):
+            given = f"master_dtype={self.master_dtype!r}"
+            raise ConfigError(f'{given}: expected "fp32", or "fp24" with dtype="bf16"')
         if self.dtype == "fp16" and self.update == "backward":
             raise ConfigError('update="backward" with fp16 would apply overflows: update="forward"')
 
     def _check_speculation(self) -> None:
-        if self.speculate and self.update == "backward":
-            raise ConfigError('speculate with update="backward", where nothing is foreseen: update="forward"')
+        if self.speculate and self.update != "forward":
+            raise ConfigError(
+                f'speculate with update="{self.update}", where nothing is foreseen: update="forward"'
+            )
         if self.speculate and self.ranks > 1:
             raise ConfigError(f"speculate on {self.ranks} ranks: updates are made ahead on one rank alone")
 
@@ -178,6 +185,23 @@ class Setting:
         apart = self.tensor_parallel * (self.data_ranks // holders)
         count = min(holders, self.local_ranks // apart)
         return count if count > 0 and self.local_ranks % apart == 0 and holders % count == 0 else 1
+
+    @property
+    def schema(self) -> RecordSchema:
+        """The fields of a record."""
+        return RecordSchema(self.state_dtype, self.dtype, master_dtype=self.master_dtype)
+
+    @property
+    def may_split_updates(self) -> bool:
+        """Whether update="auto" makes some updates in the backward: where the CPU computes, gradients of one
+        backward, which cannot have overflowed.
+        """
+        return (
+            self.update == "auto"
+            and self.device_nbytes is None
+            and self.micro_batches == 1
+            and self.dtype != "fp16"
+        )
 
     @property
     def data_ranks(self) -> int:

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from infinity.planning.block_size import block_limit, worth_sharing
-from infinity.planning.layout import RecordSchema
 from infinity.planning.outline import Outline, Stage, UnitOutline
 from infinity.planning.setting import Setting
 
@@ -48,7 +47,7 @@ def _is_chosen(part: UnitOutline) -> bool:
 
 
 def _is_small(parts: Sequence[UnitOutline], groups: Sequence[Sequence[int]], setting: Setting) -> bool:
-    nbytes = RecordSchema(setting.state_dtype, setting.dtype).width * sum(part.numel for part in parts)
+    nbytes = setting.schema.width * sum(part.numel for part in parts)
     saved_uses = sum(map(len, groups)) - len(groups)
     if setting.units == "module" or nbytes > block_limit(setting.rank_host_nbytes, setting.device_nbytes):
         return False

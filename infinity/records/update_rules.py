@@ -26,6 +26,10 @@ CHUNK_NUMEL = 1 << 15
 """Elements that are split, stepped and joined at a time."""
 
 
+MASTER_BITS = 0x9E3779B97F4A7C15
+"""In which the key of random bits for masters differs from that for moments."""
+
+
 class UpdateSpan(NamedTuple):
     """A part of one parameter that makes a step: the addresses of its fields and of its gradient."""
 
@@ -173,6 +177,32 @@ def _through_split(step: Kernel, span: UpdateSpan, scalars: Any, field: str) -> 
         kernels.join(n, hi, lo, master)
 
 
+def _on_fp24(steps: Mapping[tuple[str, str], Kernel]) -> dict[tuple[str, str], Kernel]:
+    """Return kernels for masters in 24 bits from those for split ones: each part that fits the caches is
+    widened, stepped, and rounded at random.
+    """
+    return {
+        ("bf16, fp24", state): _with_narrow_lo(step, RecordSchema(state, master_dtype="fp24"))
+        for (dtype, state), step in steps.items()
+        if dtype == "bf16"
+    }
+
+
+def _with_narrow_lo(step: Kernel, schema: RecordSchema) -> Kernel:
+    def on_fp24(span: UpdateSpan, scalars: Any) -> None:
+        wide = torch.empty(min(span.n, CHUNK_NUMEL), dtype=torch.int16, device="cpu")
+        lo, width = wide.data_ptr(), 4 if span.dtype == "f32" else 2
+        for start in range(0, span.n, CHUNK_NUMEL):
+            n, first = min(CHUNK_NUMEL, span.n - start), span.first + start
+            at = {name: address + schema.nbytes(name, start) for name, address in span.at.items()}
+            kernels.widen_lo(n, at["lo"], lo)
+            grad = span.grad + width * start
+            step(span._replace(n=n, at={**at, "lo": lo}, grad=grad, first=first, sums=None), scalars)
+            kernels.round_lo(n, lo, at["lo"], span.key ^ MASTER_BITS, first)
+
+    return on_fp24
+
+
 def _without_momentum(span: UpdateSpan, scalars: Any) -> None:
     """Step by the gradient alone: as a first step with momentum, whose momentum is not kept."""
     momentum = torch.empty(min(span.n, CHUNK_NUMEL), device="cpu")
@@ -201,12 +231,17 @@ _ADAGRAD_KERNELS = {
     **_on_small("adagrad", *_ONE),
 }
 _LION_KERNELS = {**on_every_record(_over(kernels.lion, "hi", "lo", "m")), **_on_small("lion", *_ONE)}
+_ADAMW_KERNELS |= _on_fp24(_ADAMW_KERNELS)
+_ADAM_KERNELS |= _on_fp24(_ADAM_KERNELS)
 ADAM_STATE = {"m": "exp_avg", "v": "exp_avg_sq"}
 
 
-def _summing(steps: Mapping[tuple[str, str], Kernel]) -> frozenset[tuple[str, str]]:
-    """Return those whose kernel takes checksums on its way: all but those that split masters in Python."""
-    return frozenset(one for one in steps if one == ("bf16", "fp32") or one[1] != "fp32")
+def _summing(steps: Mapping[tuple[str, str], Kernel], *, every: bool = False) -> frozenset[tuple[str, str]]:
+    """Return those whose kernel takes checksums on its way: all but those that split masters, or widen them,
+    in Python. every: it has a kernel for each type.
+    """
+    direct = (one for one in steps if one[0] in WEIGHTS)
+    return frozenset(one for one in direct if every or one == ("bf16", "fp32") or one[1] != "fp32")
 
 
 _STATELESS = {
@@ -216,7 +251,12 @@ _STATELESS = {
 }
 
 ADAMW = Recipe(
-    "AdamW", ADAM_STATE, _adam_scalars, _ADAMW_KERNELS, frozenset(_ADAMW_KERNELS), tensor_steps.adamw
+    "AdamW",
+    ADAM_STATE,
+    _adam_scalars,
+    _ADAMW_KERNELS,
+    _summing(_ADAMW_KERNELS, every=True),
+    tensor_steps.adamw,
 )
 ADAM = Recipe("Adam", ADAM_STATE, _adam_scalars, _ADAM_KERNELS, _summing(_ADAM_KERNELS), tensor_steps.adam)
 SGD = Recipe("SGD", {}, _plain_sgd_scalars, _STATELESS, tensors=tensor_steps.sgd)

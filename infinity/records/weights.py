@@ -2,6 +2,8 @@
 
 [Note: three records]
 bf16   hi, lo       the halves of the master, which join to its exact bits; see kernels
+       hi, lo       with masters in 24 bits, lo in 8: an approximation, rounded at random where a step makes
+                    it (records/update_rules.py), and to the nearest where values are given
 fp16   hi, master   hi is the master rounded, ties to even; 16 more bits cannot restore an fp32 from an fp16
 fp32   hi           its own master
 """
@@ -85,6 +87,31 @@ def _round_bf16(n: int, source: int, target: int) -> None:
     kernels.split(n, source, target, lo.data_ptr())
 
 
+def _read_fp24(n: int, at: At, to: int) -> None:
+    lo = torch.empty(n, dtype=torch.int16, device="cpu")
+    kernels.widen_lo(n, at["lo"], lo.data_ptr())
+    kernels.join(n, at["hi"], lo.data_ptr(), to)
+
+
+def _write_fp24(n: int, source: int, at: At) -> None:
+    lo = torch.empty(n, dtype=torch.int16, device="cpu")
+    kernels.split(n, source, at["hi"], lo.data_ptr())
+    kernels.round_lo(n, lo.data_ptr(), at["lo"])
+
+
+def _take_fp24(n: int, source: int, at: At) -> None:
+    kernels.copy(2 * n, at["hi"], source)
+    ctypes.memset(at["lo"], 0, n)
+
+
+def _rewrite_fp24(n: int, source: int, at: At) -> None:
+    if not n:
+        return
+    new, hi = (torch.frombuffer(view(one, 2 * n), dtype=torch.int16) for one in (source, at["hi"]))
+    torch.frombuffer(view(at["lo"], n), dtype=torch.int8)[new != hi] = 0
+    hi.copy_(new)
+
+
 def _write_fp16(n: int, source: int, at: At) -> None:
     _copy_f32(n, source, at["master"])
     kernels.narrow_f16(n, at["master"], at["hi"])
@@ -138,7 +165,20 @@ WEIGHTS = {
         rounded=_copy_f32,
     ),
 }
-"""By the name of the compute dtype in Config and RecordSchema."""
+"""By the name of the compute dtype in Config and RecordSchema, where masters are fp32."""
+
+FP24 = Weights(
+    torch.bfloat16,
+    overflows=False,
+    read_master=_read_fp24,
+    write_master=_write_fp24,
+    take=_take_fp24,
+    rewrite=_rewrite_fp24,
+    rounded=_round_bf16,
+)
+
+KEPT = {**WEIGHTS, "bf16, fp24": FP24}
+"""By RecordSchema.kept."""
 
 
 def compute_dtype(schema: RecordSchema) -> torch.dtype:

@@ -58,6 +58,9 @@ SCALE_MIN = 0x12800000  # bits of 2^-90
 CODE_NOISE = 20
 
 
+MASTER_BITS = 0x9E3779B97F4A7C15  # in which the key of masters' random bits differs from that of moments'
+
+
 class MomentCoding(NamedTuple):
     """The codes of a moment: how many there are beside 0, the bits that its grid drops, and whether they have
     a sign, the bit above them.
@@ -87,18 +90,24 @@ def state_key(seed: int, parameter: int, step: int) -> int:
     return key
 
 
-def noise(key: int, n: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the random bits of m and of v, `width` each, for elements 0 to n - 1: [Note: the noise].
+def hashes(key: int, n: int) -> Tensor:
+    """Return 32 bits for each of the numbers from 0 to n - 1.
 
     The hash is Wellons' lowbias32 without its first shift; the key's lower half is added after the first
     product, and its upper half is xored in between the rounds.
     """
-    x = torch.arange(-(-n // 2)) * 0x7FEB352D  # int64 overflows, but the low 32 bits are right
+    x = torch.arange(n) * 0x7FEB352D  # int64 overflows, but the low 32 bits are right
     x = (x + (key & U32_MASK)) & U32_MASK
     x ^= x >> 15
     x ^= key >> 32
     x = (x * 0x846CA68B) & U32_MASK
     x ^= x >> 16
+    return x
+
+
+def noise(key: int, n: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return the random bits of m and of v, `width` each, for elements 0 to n - 1: [Note: the noise]."""
+    x = hashes(key, -(-n // 2))
     lowest, highest = x & ((1 << width) - 1), x >> (32 - width)
     m, v = torch.stack((lowest, highest), dim=1), torch.stack((highest, lowest), dim=1)
     return m.flatten()[:n], v.flatten()[:n]
@@ -160,6 +169,22 @@ def decode(code: Tensor, scale: Tensor, by: MomentCoding) -> Tensor:
     sign = blocks // (by.codes + 1) << 31 if by.signed else 0
     bits = sign + torch.where(magnitude > 0, base + magnitude * (1 << by.shift), 0)
     return float_of(bits.flatten()[: len(code)])
+
+
+def in_24_bits(master: Tensor, key: int | None = None) -> Tensor:
+    """Return fp32 masters rounded to 24 bits: at random, by the key of a step, or without one to the nearest.
+
+    [Note: 24-bit masters] Of a split master `hi` stays, and `lo` is divided by 256, rounded, at most 127. To
+    round at random, 8 bits are added before the lowest 8 are dropped: byte e mod 4 of the hash of e div 4.
+    """
+    bits = bits_of(master.flatten())
+    hi = bits + 0x8000 >> 16
+    random: Tensor | int = 128
+    if key is not None:
+        four = hashes(key ^ MASTER_BITS, -(-len(bits) // 4))
+        random = torch.stack([four >> 8 * byte & 0xFF for byte in range(4)], dim=1).flatten()[: len(bits)]
+    lo = ((bits - (hi << 16)) + random >> 8).clamp(max=127)
+    return float_of((hi << 16) + (lo << 8) & U32_MASK).view(master.shape)
 
 
 def zero_moments(master: Tensor, state_dtype: StateDtype) -> dict[str, Tensor]:

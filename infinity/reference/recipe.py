@@ -64,7 +64,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 from torch.utils.weak import WeakIdKeyDictionary
 
-from infinity.reference.moments import StateDtype, state_key, step_stored, zero_moments
+from infinity.reference.moments import StateDtype, in_24_bits, state_key, step_stored, zero_moments
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -253,7 +253,8 @@ class ReferenceAdamW(torch.optim.Optimizer):
     """The recipe's AdamW, over parameters that `prepare` has converted, or that are their own masters.
 
     max_norm: clip the gradients to this global norm in step(); clip_grad_norm_ then raises. state_dtype: how
-    the moments are stored, "fp32", "bf16", "int8" or "int4"; seed: of the rounding of all but the first.
+    the moments are stored, "fp32", "bf16", "int8" or "int4"; master_dtype: "fp32", or "fp24"; seed: of the
+    rounding of all but fp32.
     State of each parameter: `master` (fp32), `step` (int), and the tensors of `zero_moments`.
     """
 
@@ -267,6 +268,7 @@ class ReferenceAdamW(torch.optim.Optimizer):
         *,
         max_norm: float | None = None,
         state_dtype: StateDtype = "fp32",
+        master_dtype: str = "fp32",
         seed: int = 0,
     ) -> None:
         for name, value in (
@@ -285,6 +287,7 @@ class ReferenceAdamW(torch.optim.Optimizer):
             raise ValueError(f"seed={seed}: expected an unsigned 64-bit integer")
         self.max_norm = max_norm
         self.state_dtype: StateDtype = state_dtype
+        self.master_dtype = master_dtype
         self.seed = seed
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
@@ -294,6 +297,8 @@ class ReferenceAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             master = _adopt(parameter, parameter.dtype)
+            if self.master_dtype == "fp24":
+                master.copy_(in_24_bits(master))
             moments = zero_moments(master, self.state_dtype)
             self.state[parameter] = {"step": 0, "master": master, **moments}
 
@@ -340,7 +345,10 @@ class ReferenceAdamW(torch.optim.Optimizer):
             make_step = adamw_step if self.state_dtype == "fp32" else adamw_small_step
             rest = grad, factor, count, group
             step = partial(_with_moments, make_step, state["master"], rest)
-            step_stored(state, state_key(self.seed, number, count), self.state_dtype, step)
+            key = state_key(self.seed, number, count)
+            step_stored(state, key, self.state_dtype, step)
+            if self.master_dtype == "fp24":
+                state["master"].copy_(in_24_bits(state["master"], key))
             parameter.copy_(rounded(state["master"], parameter.dtype))
         return loss
 

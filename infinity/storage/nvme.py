@@ -11,9 +11,10 @@ from infinity import aio
 from infinity.aio.engine import HANG_S
 from infinity.errors import ConfigError
 from infinity.sizes import BLOCK, format_size, round_up
+from infinity.storage.direct import target_among
 from infinity.storage.disk_speed import filesystem, speed_of
 from infinity.storage.memory import Arena, Pool
-from infinity.storage.store import Extent, Request
+from infinity.storage.store import Extent, Request, Transfer
 
 _GROW_NBYTES = 256 << 20
 
@@ -205,8 +206,12 @@ class NvmeStore:
         """Free an extent for reuse."""
         self._free.give(extent.offset, extent.nbytes)
 
-    def read(self, request: Request) -> aio.Completion:
-        """Begin a read; see DiskStore."""
+    def read(self, request: Request) -> Transfer:
+        """Begin a read; see DiskStore, and for a device's memory DirectTarget."""
+        direct = target_among(request.owner)
+        if direct is not None:
+            place = self._file.fd, request.extent.offset + request.start
+            return direct.read(*place, request.address, request.nbytes, request.what)
         return self._begin(self.engine.read, request, aio.Priority.NORMAL)
 
     def write(self, request: Request) -> aio.Completion:

@@ -16,12 +16,11 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from infinity import aio
 from infinity.errors import ConfigError
 from infinity.sizes import BLOCK, round_up
 from infinity.storage.memory import Arena, Pool
 from infinity.storage.nvme import FreeExtents, NvmeStore, Opening
-from infinity.storage.store import AllOf, Extent, Request
+from infinity.storage.store import AllOf, Extent, Request, Transfer
 
 STRIPE_NBYTES = 512 << 10
 """Half of the smallest field of a full tile (bf16), and large enough for a drive's full bandwidth."""
@@ -191,10 +190,10 @@ class StripedStore:
         """Begin a write on all paths that hold a part of it; see DiskStore."""
         return self._begin([store.write for store in self.stores], request)
 
-    def _begin(self, starts: Sequence[Callable[[Request], aio.Completion]], request: Request) -> AllOf:
+    def _begin(self, starts: Sequence[Callable[[Request], Transfer]], request: Request) -> AllOf:
         """Begin the transfers of a request, with one of `starts` per path."""
         layout, address = self._layouts[request.extent.offset], request.address
-        parts: list[aio.Completion] = []
+        parts: list[Transfer] = []
         try:
             for path, part, at, nbytes in layout.pieces(request.start, request.nbytes):
                 piece = request._replace(extent=part, start=at, address=address, nbytes=nbytes, more=False)

@@ -67,7 +67,7 @@ class DeviceTier:
         self._residency, self._room, self._lane = residency, room, lane
         self._records = records
         self._lodgers: frozenset[Unit] = frozenset()
-        self._closed = False
+        self._closed = self._resting = False
         self._full_nbytes: int | None = None
         """What lived there when torch had no memory for a further record."""
 
@@ -78,7 +78,7 @@ class DeviceTier:
         """
         left = self.budget.lodging_nbytes - self._room.lacked_nbytes
         left = left if self._full_nbytes is None else min(left, self._full_nbytes)
-        return 0 if self._closed else max(0, left)
+        return 0 if self._closed or self._resting else max(0, left)
 
     @property
     def scratch_nbytes(self) -> int:
@@ -229,6 +229,10 @@ class DeviceTier:
         if records is None or not unit.record.on_device or records.updates.busy is unit:
             return False
         return not residence.users and (residence.fetch is None or residence.waits)
+
+    def rest(self, *, resting: bool) -> None:
+        """Let nobody live there, or as many as before."""
+        self._resting = resting
 
     def leave_for_activations(self) -> None:
         """Let nobody live there any more: the device has run out of memory."""

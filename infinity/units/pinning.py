@@ -382,9 +382,22 @@ class Pins:
         """Take all that lives on the device off it, for good: it has run out of memory. Called outside of
         forwards and backwards.
         """
-        if self._tier is None:
-            return
-        self._tier.leave_for_activations()
+        if self._tier is not None:
+            self._tier.leave_for_activations()
+            self._take_off()
+
+    def rest(self) -> None:
+        """Take all that lives on the device off it, until `wake`. Called between steps."""
+        if self._tier is not None:
+            self._tier.rest(resting=True)
+            self._take_off()
+
+    def wake(self) -> None:
+        """Let units live there again, as it is decided anew."""
+        if self._tier is not None:
+            self._tier.rest(resting=False)
+
+    def _take_off(self) -> None:
         there = {unit for (unit, _), tier in self._placement.items() if tier == "device"}
         self._lower([unit for unit in self._units if unit.index in there])
         self._lodge(moves=False)

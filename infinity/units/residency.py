@@ -15,7 +15,8 @@ import torch
 from infinity.device.blocks import Blocks, DeviceBlocks, HostBlocks
 from infinity.device.device import Device, Download
 from infinity.errors import UnsupportedError
-from infinity.lane.fetch import FetchAndUpdatePass, FetchPass, UpdatePass, fetch_of
+from infinity.lane.direct import fetch_of
+from infinity.lane.fetch import FetchAndUpdatePass, FetchPass, UpdatePass
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import OutgoingShare
 from infinity.planning.course import Course

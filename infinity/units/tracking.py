@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
+DELAYED = "delayed"
+"""The name under which an optimizer tracks the gradients that update="delayed" keeps."""
+
 
 class Stateful(Protocol):
     """A scheduler, a data loader, a scaler: anything with plain state."""
@@ -49,5 +52,8 @@ class Tracking:
         self.tracked = {**self.tracked, **given}
 
     def track_what(self, earlier: Tracking) -> None:
-        """Track what an earlier optimizer tracked as well, except under names that are taken here."""
-        self.tracked = {**earlier.tracked, **self.tracked}
+        """Track what an earlier optimizer tracked as well, but for what was its own, and under names that are
+        taken here.
+        """
+        of_user = {name: one for name, one in earlier.tracked.items() if name != DELAYED}
+        self.tracked = {**of_user, **self.tracked}

@@ -10,7 +10,7 @@ import torch
 
 from infinity.device.device import CpuDevice
 from infinity.engine import layouts
-from infinity.lane.fetch import fetch_of
+from infinity.lane.direct import fetch_of
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import OutgoingShare
 from infinity.planning.layout import RecordSchema, lay_out

@@ -16,6 +16,7 @@ from torch.nn.utils import prune
 import infinity
 import models
 import quantised
+from infinity.engine.engine import engine_of_model
 from places import ROOT
 
 PAGE = (ROOT / "docs/limits.md").read_text()
@@ -179,6 +180,58 @@ def second_backward(lab):
     optimizer.step()
 
 
+def speculating(lab, update):
+    lab.optimizer(update=update, speculate=True)
+
+
+def step(lab, model, optimizer):
+    lab.loss(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def early(lab):
+    """Return a model and its optimizer behind a backward that has made all updates, as "auto" may decide."""
+    model = lab.model()
+    optimizer = infinity.AdamW(model.parameters(), update="auto")
+    for _ in range(2):
+        step(lab, model, optimizer)
+    engine = engine_of_model(model)
+    engine.arrivals.early._chosen = frozenset(engine.units)
+    lab.loss(model).backward()
+    return model, optimizer
+
+
+def early_gradients(lab):
+    lab.loss(early(lab)[0]).backward()
+
+
+def early_options(lab):
+    _, optimizer = early(lab)
+    optimizer.param_groups[0]["lr"] = 1.0
+    optimizer.step()
+
+
+def delayed(lab):
+    model = lab.model(host_memory="16MiB")
+    optimizer = infinity.AdamW(model.parameters(), update="delayed", delayed_after=0)
+    step(lab, model, optimizer)
+    return model, optimizer
+
+
+def delayed_slices(lab):
+    infinity.AdamW(lab.large().parameters(), update="delayed")
+
+
+def delayed_without_room(lab):
+    model = lab.build(lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(3))))
+    optimizer = infinity.AdamW(model.parameters(), update="delayed", delayed_after=0)
+    for _ in range(3):
+        model(torch.ones(2, 512, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class TwoWays(nn.Module):
     """A block of two layers, and an output of each."""
 
@@ -255,6 +308,7 @@ def leaving_tokens_out(change, lab):
 
 
 INT8 = {"state_dtype": "int8"}
+FP24 = {"master_dtype": "fp24"}
 TRIED = {
     "`torch.compile(model)`, `model.compile()`": [
         lambda lab: torch.compile(lab.model(), backend="eager")(IDS),
@@ -425,12 +479,32 @@ TRIED = {
         lambda lab: lab.optimizer(infinity.Adagrad, settings={"state_dtype": "int4"}),
         lambda lab: lab.optimizer(infinity.Lion, settings={"state_dtype": "int4"}),
     ],
+    '`master_dtype="fp24"` with fp16 or fp32': [
+        lambda lab: lab.model(dtype="fp16", **FP24),
+        lambda lab: lab.model(dtype="fp32", **FP24),
+    ],
+    '`master_dtype="fp24"` with other optimizers than AdamW and Adam': [
+        lambda lab: lab.optimizer(infinity.Lion, settings=FP24),
+        lambda lab: infinity.Muon([lab.model(**FP24)[0].weight]),
+        wrapped("RMSprop", settings=FP24),
+    ],
     "`speculate=True` without NVMe, on several ranks, in stages 1 and 2": [
         lambda lab: lab.optimizer(speculate=True, settings={"nvme": None, "host_memory": "16MiB"}),
         lambda lab: lab.optimizer(speculate=True, settings={"stage": 2}),
     ],
-    '`speculate=True` with `update="backward"`': [
-        lambda lab: lab.optimizer(update="backward", speculate=True)
+    '`speculate=True` with `update="backward"`, `"auto"` or `"delayed"`': [
+        partial(speculating, update=update) for update in ("backward", "auto", "delayed")
+    ],
+    '`update="auto"`: a second backward before `step()`, or options of param groups changed between the '
+    "backward and it, for the first time behind early updates": [early_gradients, early_options],
+    '`update="delayed"` with fp16, on several ranks, on an accelerator, or with slices': [
+        lambda lab: lab.optimizer(update="delayed", settings={"dtype": "fp16"}),
+        delayed_slices,
+    ],
+    '`update="delayed"` without room for the gradients of two steps in `host_memory`': [delayed_without_room],
+    '`infinity.save` and `state_dict()` while `update="delayed"` keeps gradients': [
+        lambda lab: infinity.save(*delayed(lab), lab.folder / "saved"),
+        lambda lab: delayed(lab)[1].state_dict(),
     ],
     '`update="backward"` with fp16': [
         lambda lab: lab.optimizer(update="backward", settings={"dtype": "fp16"})

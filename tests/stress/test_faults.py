@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.disk, pytest.mark.multi, pytest.mark.timeout(300)]
 @pytest.mark.usefixtures("repeatable")
 @pytest.mark.parametrize("every", [400, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_sample_of_every_kind_of_fault_kill_and_power_cut(every, folder, capsys):
-    few = {"kills": 2, "ranks": 1, "cuts": 2, "every": every, "seed": SEED, "place": folder}
+    few = {"kills": 2, "ranks": 1, "cuts": 2, "each": 0, "every": every, "seed": SEED, "place": folder}
     try:
         ended = faults.main([word for name, value in few.items() for word in (f"--{name}", str(value))])
     finally:
@@ -34,6 +34,22 @@ def test_a_sample_of_every_kind_of_fault_kill_and_power_cut(every, folder, capsy
     assert ended == 0, said
     for kind in (*faults.KINDS, "kill -9, up to three times", "kill -9 of one rank or two", "power cut"):
         assert kind in said
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("repeatable")
+def test_a_kill_and_a_power_cut_of_every_other_kind_of_training(folder, capsys):
+    few = {"kills": 0, "ranks": 0, "cuts": 0, "each": 1, "every": 10**6, "seed": SEED, "place": folder}
+    try:
+        ended = faults.main([word for name, value in few.items() for word in (f"--{name}", str(value))])
+    finally:
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+    said = capsys.readouterr().out
+    assert ended == 0, said
+    for kind in ("slices", "generation", "three tiers", "ranks that share memory"):
+        assert f"kill -9: {kind}" in said
 
 
 def test_the_sweep_notices_a_wrong_number_a_lost_step_and_a_hang():
@@ -128,6 +144,12 @@ def _flip(path, offset, mask):
 def test_nothing_grows_over_many_steps(steps):
     first, last = soak.soak(steps, str(disk()))
     assert soak.grown({**first, "memory": 0}, {**last, "memory": 0}) == []
+
+
+@pytest.mark.slow
+def test_nothing_grows_over_steps_of_experts_and_over_tokens():
+    for first, last in (soak.soak(60, str(disk()), "slices"), soak.soak_generation(600, str(disk()))):
+        assert soak.grown({**first, "memory": 0}, {**last, "memory": 0}) == []
 
 
 def test_the_soak_notices_what_grows():

@@ -37,6 +37,10 @@ KINDS = {
 }
 TRANSIENT = {"EAGAIN", "EINTR", "short, inside a block", "short, one block", "delayed, others first"}
 LIES = {"torn write or read", "lost write or read"}
+GENERATED = ("EIO", "EAGAIN", "short, one block", "delayed, others first", "one bit flipped")
+"""Faults that meet a training which generates between its steps."""
+NOT_SAVED = {"delayed updates"}
+"""Kinds whose state a checkpoint does not have in the middle of a training."""
 RANKS = 2
 DISTURBED = 3
 """Steps of a training with a fault."""
@@ -53,6 +57,8 @@ class Bench:
         self.killed = Counter()
         """By what was going on."""
         self._plain = {}
+        self._seconds = {}
+        """What an undisturbed run takes beside others, by its kind, so that kills fall into all of it."""
 
     def folder(self):
         return Path(tempfile.mkdtemp(prefix="trial-", dir=self.place))
@@ -61,9 +67,10 @@ class Bench:
         """What an undisturbed run of these settings gives."""
         key = (*trials.settings_key(settings), settings.get("blocks"), steps)
         if key not in self._plain:
-            folder = self.folder()
+            folder, began = self.folder(), time.monotonic()
             self._plain[key] = trials.plain({**settings, "durable": True}, str(folder), steps)
             shutil.rmtree(folder)
+            self._seconds.setdefault(settings.get("kind", ""), 1.5 * (time.monotonic() - began))
         return self._plain[key]
 
     def run(self, name, waiting):
@@ -136,17 +143,17 @@ class Bench:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def kill(self, number):
-        """Kill at random moments, up to three times, in whatever is going on."""
+    def kill(self, number, kind=""):
+        """Kill at random moments, up to three times, in whatever is going on. kind: of fragile_kinds."""
         rng = trials.rng_of(f"{self.seed} kill {number}")
-        settings = trials.choose(rng)
+        settings = {**trials.choose(rng), "kind": kind}
         self.plain(settings)
         folder, said, at_least = self.folder(), [], 0
-        save = str(folder / "saved") if rng.random() < 0.3 else None
+        save = str(folder / "saved") if rng.random() < 0.3 and kind not in NOT_SAVED else None
         try:
             for turn in range(rng.randint(1, 3)):
                 child = Child(lambda say: trials.train(say, str(folder), save=save, **settings))
-                child.end_s = time.monotonic() + rng.random() * self.run_s
+                child.end_s = time.monotonic() + rng.random() * self._seconds[kind]
                 over = child.over
                 child.over = lambda over=over, child=child: _over_or_killed(over, child)
                 child = yield child
@@ -164,10 +171,10 @@ class Bench:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def kill_ranks(self, number):
+    def kill_ranks(self, number, **more):
         """Kill one rank, and at once or later the others too, up to three times."""
         rng = trials.rng_of(f"{self.seed} ranks {number}")
-        settings = {"update": rng.choice(["forward", "backward"])}
+        settings = {"update": rng.choice(["forward", "backward"]), **more}
         expected = yield from self.plain_ranks(settings)
         folder, at_least = self.folder(), 0
         try:
@@ -195,7 +202,7 @@ class Bench:
 
     def plain_ranks(self, settings):
         """What undisturbed ranks give."""
-        key = "ranks", settings["update"]
+        key = "ranks", *settings.items()
         if key not in self._plain:
             folder, began = self.folder(), time.monotonic()
             team = self._plain[key] = yield trials.together(str(folder), RANKS, **settings)
@@ -203,10 +210,10 @@ class Bench:
             shutil.rmtree(folder)
         return self._plain[key]
 
-    def cut(self, number):
-        """Cut the power at a random event of the store."""
+    def cut(self, number, kind=""):
+        """Cut the power at a random event of the store. kind: of fragile_kinds."""
         rng = trials.rng_of(f"{self.seed} cut {number}")
-        settings = trials.choose(rng)
+        settings = {**trials.choose(rng), "kind": kind}
         expected = self.plain(settings)
         folder = self.folder()
         nth = rng.randint(1, int(expected["pieces"] * 1.2))
@@ -223,6 +230,27 @@ class Bench:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
+    def others(self, each):
+        """Kill, cut off, and disturb each of the other kinds of training so many times."""
+        import fragile_kinds  # and with it transformers, before any child is forked
+
+        fragile_kinds.warm_up()
+        try:
+            for kind in fragile_kinds.KINDS:
+                self.run(f"kill -9: {kind}", (self.kill(number, kind) for number in range(each)))
+                self.run(f"power cut: {kind}", (self.cut(number, kind) for number in range(each)))
+            settings = {"update": "forward", "state_dtype": "fp32", "kind": "generation"}
+            pieces = self.plain(settings, DISTURBED)["pieces"]
+            rng = trials.rng_of(f"{self.seed} generation")
+            drawn = [(rng.choice(GENERATED), rng.randint(1, pieces), settings) for _ in range(each)]
+            self.run("a fault: generation", itertools.starmap(self.fault, drawn))
+            self.run(
+                "kill -9: ranks that share memory",
+                (self.kill_ranks(number, shared_memory=True) for number in range(each)),
+            )
+        finally:
+            fragile_kinds.clean_up()
+
     def measure(self):
         """How long an undisturbed run takes beside others, so that kills fall into all of it."""
         folders = [self.folder() for _ in range(self.jobs)]
@@ -231,7 +259,7 @@ class Bench:
         while children:
             children = [child for child in children if not child.over()]
             time.sleep(0.001)
-        self.run_s = 1.1 * (time.monotonic() - began)
+        self._seconds[""] = 1.1 * (time.monotonic() - began)
         for folder in folders:
             shutil.rmtree(folder)
 
@@ -274,6 +302,8 @@ def main(arguments):
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--ranks", type=int, default=60, help="runs of two ranks, one or both killed")
     parser.add_argument("--cuts", type=int, default=300)
+    others = "kills, and power cuts, of each other kind of training: experts, foreign files, generation, ..."
+    parser.add_argument("--each", type=int, default=5, help=others)
     parser.add_argument("--every", type=int, default=1, help="disturb every so many requests (1: all)")
     parser.add_argument("--seed", type=int, default=2104)
     parser.add_argument("--jobs", type=int, default=2 * (os.cpu_count() or 1), help="trials at once")
@@ -299,6 +329,9 @@ def main(arguments):
         bench.run("kill -9 of one rank or two", map(bench.kill_ranks, range(options.ranks)))
         print(f"{time.monotonic() - began:6.0f} s  kills of ranks", flush=True)
         bench.run("power cut", (bench.cut(number) for number in range(options.cuts)))
+        print(f"{time.monotonic() - began:6.0f} s  power cuts", flush=True)
+        if options.each:
+            bench.others(options.each)
     print(f"{time.monotonic() - began:6.0f} s\n\n{table(bench.counts)}")
     where = ", ".join(f"{what} {times}" for what, times in bench.killed.most_common())
     print(f"{bench.killed.total()} kills: {where}")

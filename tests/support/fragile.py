@@ -72,21 +72,24 @@ class Loader:
 class Run:
     """One process's part of a training: built, resumed, trained, and dropped as if it had been killed."""
 
-    def __init__(self, folder, *, update="forward", seed=0, resume=True, track=True, blocks=3, **config):
+    def __init__(
+        self, folder, *, update="forward", seed=0, resume=True, track=True, blocks=3, of_adamw=None, **config
+    ):
         torch.manual_seed(seed)
         random.seed(seed)
         config = {"host_memory": "256KiB", "durable": True, **config}
         with Init(nvme=folder, **config):
-            self.model = Small(blocks) if blocks != 3 else Small()
+            self.model = self.build(blocks)
         rank = int(os.environ.get("RANK", "0"))
         if rank:  # the same model, and other batches
             torch.manual_seed(seed + rank)
             random.seed(seed + rank)
         self.model.train()
-        decayed = [one for one in self.model.parameters() if one.dim() > 1]
-        rest = [one for one in self.model.parameters() if one.dim() == 1]
+        trained = self.trained()
+        decayed = [one for one in trained if one.dim() > 1]
+        rest = [one for one in trained if one.dim() == 1]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-        self.optimizer = AdamW(groups, lr=1e-2, update=update)
+        self.optimizer = AdamW(groups, lr=1e-2, update=update, **(of_adamw or {}))
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.1, 1.0, 5)
         self.loader = Loader()
         self.engine = engine_of_model(self.model)
@@ -102,9 +105,18 @@ class Run:
                 raise
         self.done = self.first
 
+    def build(self, blocks):
+        return Small(blocks)
+
+    def trained(self):
+        return list(self.model.parameters())
+
+    def forward(self):
+        return self.model(self.loader.next(), seldom=self.done % 3 == 0)
+
     def step(self):
         self.done += 1
-        loss = self.model(self.loader.next(), seldom=self.done % 3 == 0)
+        loss = self.forward()
         loss.backward()
         self.optimizer.step()
         self.schedule.step()

@@ -1,4 +1,6 @@
-"""`python3 dev.py soak`: 2,000 steps of a durable training; memory, descriptors and threads stay flat."""
+"""`python3 dev.py soak`: 2,000 steps of a durable training, 500 of a mixture of experts, 10,000 tokens of a
+generation; memory, descriptors, threads and files stay flat.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,13 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
 import torch
 
-import fragile
+import trials
 
 MOST_RSS = 4 << 20
 """Bytes that resident memory may grow between a tenth of the steps and the end: what malloc keeps."""
@@ -38,17 +41,35 @@ def look(run, folder):
     }
 
 
-def soak(steps, place):
-    """Train; return what was counted after a tenth of the steps, and in the end."""
+def soak(steps, place, kind=""):
+    """Train; return what was counted after a tenth of the steps, and in the end. kind: of fragile_kinds."""
     torch.set_num_threads(1)
     folder = tempfile.mkdtemp(prefix="infinity-soak-", dir=place)
     try:
-        run = fragile.Run(folder)
+        run = trials.begin(folder, kind=kind)
         counted = []
         for until in (max(steps // 10, 10), steps):
             while run.done < until:
                 run.step()
             run.engine.durable.commit_now()
+            counted.append(look(run, folder))
+        run.kill()
+        return counted
+    finally:
+        shutil.rmtree(folder)
+
+
+def soak_generation(tokens, place, at_once=50):
+    """The same of a model that generates so many tokens, `at_once` from each prompt."""
+    torch.set_num_threads(1)
+    folder = tempfile.mkdtemp(prefix="infinity-soak-", dir=place)
+    try:
+        run = trials.begin(folder, kind="generation")
+        run.step()
+        counted, done = [], 0
+        for until in (max(tokens // 10, at_once), tokens):
+            while done < until:
+                done += len(run.generate(at_once))
             counted.append(look(run, folder))
         run.kill()
         return counted
@@ -65,18 +86,29 @@ def grown(first, last):
 def main(arguments):
     """Soak, and say what came of it."""
     parser = argparse.ArgumentParser(prog="dev.py soak")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=2000, help="of fragile's training (2000); 0 for none")
+    parser.add_argument("--experts", type=int, default=500, help="steps of a mixture of experts (500)")
+    parser.add_argument("--tokens", type=int, default=10_000, help="that a model generates (10,000)")
     parser.add_argument("--place", default=None, help="a folder on the disk to use")
     options = parser.parse_args(arguments)
     os.environ.setdefault("INFINITY_MEASURE", "0")
-    began = time.monotonic()
-    first, last = soak(options.steps, options.place)
-    bad = grown(first, last)
-    for name, value in first.items():
-        mark = "  GROWS" if name in bad else ""
-        print(f"{name:<12} {value:>12,} after a tenth, {last[name]:>12,} in the end{mark}")
-    print(f"{options.steps} steps, {time.monotonic() - began:.0f} s")
-    return 1 if bad else 0
+    all_bad = []
+    for count, what, run in (
+        (options.steps, "steps", soak),
+        (options.experts, "steps of a mixture of experts", partial(soak, kind="slices")),
+        (options.tokens, "tokens of a generation", soak_generation),
+    ):
+        if not count:
+            continue
+        began = time.monotonic()
+        first, last = run(count, options.place)
+        bad = grown(first, last)
+        all_bad += bad
+        for name, value in first.items():
+            mark = "  GROWS" if name in bad else ""
+            print(f"{name:<12} {value:>12,} after a tenth, {last[name]:>12,} in the end{mark}")
+        print(f"{count:,} {what}, {time.monotonic() - began:.0f} s", flush=True)
+    return 1 if all_bad else 0
 
 
 if __name__ == "__main__":

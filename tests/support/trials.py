@@ -53,6 +53,15 @@ def warm_up(folder):
     gc.freeze()  # else each child walks, and copies, all that torch has made
 
 
+def begin(folder, *, kind="", **settings):
+    """Begin, or resume, fragile's training, or one of fragile_kinds'."""
+    if not kind:
+        return fragile.Run(folder, **settings)
+    import fragile_kinds  # and with it transformers
+
+    return fragile_kinds.begin(folder, kind=kind, **settings)
+
+
 def digest(run):
     """One number for every bit that counts."""
     found = xxhash.xxh3_128()
@@ -68,7 +77,7 @@ def train(say, folder, steps=STEPS, save=None, copy=None, **settings):
     third step save, or copy the run.
     """
     torch.set_num_threads(1)
-    run = fragile.Run(folder, **settings)
+    run = begin(folder, **settings)
     say(first=run.first, now="training")
     while run.done < steps:
         loss = run.step()
@@ -90,7 +99,7 @@ def plain(settings, folder, steps=STEPS):
 
     def work(say):
         torch.set_num_threads(1)
-        run = fragile.Run(folder, **settings)
+        run = begin(folder, **settings)
         losses = run.train(steps)
         infinity.commit(run.model)
         say(losses=list(losses.values()), digest=digest(run))
@@ -167,7 +176,7 @@ def with_fault(nth, result, folder, settings, steps=3):
         run = None
         try:
             try:
-                run = fragile.Run(folder, **settings)
+                run = begin(folder, **settings)
                 nvme.aio.open_engine = real
                 for _ in range(steps):
                     say(step=run.done + 1, loss=run.step())
@@ -314,7 +323,7 @@ def choose(rng):
 
 def settings_key(settings):
     """Name settings whose undisturbed runs are the same."""
-    return settings["update"], settings["state_dtype"]
+    return settings.get("kind", ""), settings["update"], settings["state_dtype"]
 
 
 def rng_of(seed):

@@ -1,0 +1,142 @@
+"""Which units' updates are made in the backward, and which in the next forward. Pure: no torch, no I/O.
+
+[Note: both halves equally busy]
+An update moves ten times what a fetch does. With all updates in the forward, which has a quarter to a third
+of the computing, the disk is idle for much of the backward; with all of them in the backward, for much of the
+forward. A half of a step takes as long as the longer of what it computes and what it moves. So of all numbers
+of updates that the backward could make, those count with which both halves together take least, to
+`EQUAL`, and of these the one with which what moves stands in the same proportion to what computes in both:
+then neither has less to spare than the other.
+
+Which units these are matters little, as long as each half has updates all along: they are the first of an
+order of which every beginning is spread evenly (`spread`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from infinity.planning.forecast import Moves
+from infinity.planning.placement import spread
+from infinity.planning.plan import Plan
+from infinity.planning.simulator import Rates
+from infinity.planning.trace import Phase
+
+EQUAL = 1.01
+"""Steps that take at most so many times the least are taken to be as fast."""
+
+
+@dataclass(frozen=True, slots=True)
+class HalfStep:
+    """The seconds for which a half of a step keeps the cores, and the disk, busy."""
+
+    compute_s: float
+    """Updates included, where they take the cores that compute."""
+    disk_s: float
+
+    @property
+    def seconds(self) -> float:
+        """What it takes if all of it overlaps."""
+        return max(self.compute_s, self.disk_s)
+
+    @property
+    def load(self) -> float:
+        """What it moves, in proportion to what it computes."""
+        return self.disk_s / max(self.compute_s, 1e-9)
+
+    def with_more(self, compute_s: float, disk_s: float) -> HalfStep:
+        """Return what it is with more to do, or less."""
+        return HalfStep(self.compute_s + compute_s, self.disk_s + disk_s)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSplit:
+    """Which updates are made in the backward, and what the halves of a step then have to do."""
+
+    early: tuple[int, ...]
+    """Units whose updates the backward makes, in the order in which they were chosen."""
+    candidates: int
+    """Units whose updates either half could make."""
+    forward: HalfStep
+    backward: HalfStep
+
+    @property
+    def seconds(self) -> float:
+        """Of both halves, if all overlaps."""
+        return self.forward.seconds + self.backward.seconds
+
+    def __str__(self) -> str:
+        """As people read it."""
+        shares = [
+            f"{half.disk_s / half.seconds:.0%}" if half.seconds else "none"
+            for half in (self.forward, self.backward)
+        ]
+        return (
+            f"{len(self.early)} of {self.candidates} units in the backward; the disk is busy for {shares[0]} "
+            f"of the forward, {shares[1]} of the backward"
+        )
+
+
+def split_updates(
+    computes: tuple[float, float],
+    plan: Plan,
+    units: Sequence[Moves],
+    candidates: Collection[int],
+    rates: Rates,
+) -> UpdateSplit:
+    """Divide updates between the halves of a step: see [Note: both halves equally busy].
+
+    computes: seconds that forward and backward compute, without updates. candidates: units, by index, whose
+    updates either half can make; the forward makes those of the others.
+    """
+    several = sorted(_updated(plan, units).intersection(candidates))
+    order = [several[at] for at in spread(len(several))]
+    found = [UpdateSplit((), len(order), *_all_in_forward(computes, plan, units, rates))]
+    for count, unit in enumerate(order, 1):
+        work_s, disk_s, spills_s = _costs(units[unit], rates)
+        forward = found[-1].forward.with_more(-work_s, -disk_s - spills_s[0])
+        backward = found[-1].backward.with_more(work_s, disk_s - spills_s[1])
+        found.append(UpdateSplit(tuple(order[:count]), len(order), forward, backward))
+    least_s = min(one.seconds for one in found)
+    fast = [one for one in found if one.seconds <= EQUAL * least_s]
+    return min(fast, key=lambda one: abs(one.forward.load - one.backward.load))
+
+
+def of_first(split: UpdateSplit, count: int) -> UpdateSplit:
+    """Return a split of the first `count` of its units alone: as many as all ranks have chosen."""
+    return split if count >= len(split.early) else replace(split, early=split.early[:count])
+
+
+def _all_in_forward(
+    computes: tuple[float, float], plan: Plan, units: Sequence[Moves], rates: Rates
+) -> tuple[HalfStep, HalfStep]:
+    """Return the halves of a step whose updates come with the next forward's fetches."""
+    moved = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.0}
+    kept: set[int] = set()
+    for step in plan.steps:
+        unit = step.use.unit
+        moved[step.use.phase] += 0 if unit in kept else units[unit].hi_nbytes
+        (kept.add if step.keep else kept.discard)(unit)
+    forward = HalfStep(computes[0], moved[Phase.FORWARD] / rates.disk.mixed)
+    backward = HalfStep(computes[1], moved[Phase.BACKWARD] / rates.disk.mixed)
+    for unit in sorted(_updated(plan, units)):
+        work_s, disk_s, spills_s = _costs(units[unit], rates)
+        forward = forward.with_more(work_s, disk_s + spills_s[0])
+        backward = backward.with_more(0.0, spills_s[1])
+    return forward, backward
+
+
+def _updated(plan: Plan, units: Sequence[Moves]) -> set[int]:
+    """Return the units that a step uses, and updates."""
+    return {step.use.unit for step in plan.steps if units[step.use.unit].trainable}
+
+
+def _costs(unit: Moves, rates: Rates) -> tuple[float, float, tuple[float, float]]:
+    """Return what a unit's update takes beside fetches, of the cores and of the disk, and what a gradient
+    without room takes in forward and backward where its update waits for the forward.
+    """
+    work_s = unit.numel / rates.update if rates.shared else 0.0
+    disk_s = (2 * unit.state_nbytes + unit.hi_nbytes) / rates.disk.mixed
+    spilled = sum(read + written for read, written in unit.spills)
+    return work_s, disk_s, (unit.spilled_nbytes / rates.disk.mixed, spilled / rates.disk.mixed)
