@@ -15,6 +15,7 @@ import torch
 from infinity.activations.boundaries import Boundaries, Boundary, flattened, is_boundary, stands_between
 from infinity.errors import RanksError
 from infinity.ranks.group import Channel, Ranks, open_ranks
+from infinity.ranks.mesh import opened
 from infinity.sizes import BLOCK
 from infinity.tensors import digest
 
@@ -104,6 +105,9 @@ class PartitionedBoundaries:
 def open_parts(
     group: Any, name: str, timeout_s: float, device: torch.device, offload: Boundaries | None
 ) -> PartitionedBoundaries | None:
-    """Connect the ranks of `group`, a process group or DeviceMesh, for the device `name`; None for one."""
-    ranks = open_ranks(group, name, timeout_s)
+    """Connect the ranks of `group`, a process group or DeviceMesh, or ranks of the world, for the device
+    `name`; None for one.
+    """
+    open_group = opened if isinstance(group, tuple) else open_ranks
+    ranks = open_group(group, name, timeout_s)
     return PartitionedBoundaries(ranks, device, offload) if ranks.size > 1 else None

@@ -190,7 +190,7 @@ def load_dcp(
     Raises: CheckpointError naming all that does not fit, before anything is changed; FileNotFoundError;
     RanksError if another rank failed, with its reason.
     """
-    inventory = Inventory(model, optimizer)
+    inventory = Inventory(model, optimizer, by_turns=False)  # DCP knows a box alone
     inventory.check_unmarked("infinity.load_dcp")
     ranks, folder = inventory.ranks, Path(checkpoint)
     check_named(ranks, folder, "infinity.load_dcp")

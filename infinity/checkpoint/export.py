@@ -265,7 +265,7 @@ def _write_plain(files: HubWriter, inventory: Inventory, specs: Mapping[str, Ten
     for name, tensor in inventory.plain.items():
         if name not in specs or (PLAIN, name) not in held:
             continue
-        if inventory.box(name) is None:
+        if inventory.turns(name) is None:
             _write_whole(files, name, local(tensor))
             continue
         if name in files.converted:

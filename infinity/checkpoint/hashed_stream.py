@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from infinity.errors import CorruptionError
-from infinity.planning.boxes import Box, all_of
+from infinity.planning.boxes import Box, Turns, all_of
 from infinity.storage.manifest import RANGE_NBYTES, WIDTHS, Tensor, TensorPiece
 from infinity.storage.safetensors_file import TensorReader, TensorWriter
 from infinity.tensors import as_bytes
@@ -49,6 +49,36 @@ class Sink:
         if self.written_nbytes % RANGE_NBYTES:
             self._close_range()
         return TensorPiece(self.writer.path.name, self.key, start, stop, tuple(self.hashes), box)
+
+
+class TurnsSource:
+    """Reads the bytes of boxes of a tensor whose elements come by turns."""
+
+    def __init__(self, tensor: Tensor, files: Mapping[str, TensorReader], first: int, turns: Turns) -> None:
+        """Start at element `first` of all; see TensorSource."""
+        self._turns, self._at, self._width = turns, first, WIDTHS[tensor.dtype]
+        firsts = [turns.range_of(number, first, first)[0] for number in range(len(turns.boxes))]
+        self._sources = [
+            TensorSource(tensor, files, at, box) for at, box in zip(firsts, turns.boxes, strict=True)
+        ]
+
+    def read(self, into: memoryview) -> None:
+        """Fill `into` with the next bytes. Raises: as TensorSource."""
+        stop = self._at + len(into) // self._width
+        for number, first, last in self._turns.cut(self._at, stop):
+            nbytes = (last - first) * self._width
+            self._sources[number].read(into[:nbytes])
+            into = into[nbytes:]
+        self._at = stop
+
+
+def source_of(
+    tensor: Tensor, files: Mapping[str, TensorReader], first: int, turns: Turns | None
+) -> TensorSource | TurnsSource:
+    """Return what reads a tensor, or what a rank has of it, from element `first` of that on."""
+    if turns is None or len(turns.boxes) == 1:
+        return TensorSource(tensor, files, first, None if turns is None else turns.boxes[0])
+    return TurnsSource(tensor, files, first, turns)
 
 
 class TensorSource:

@@ -13,7 +13,7 @@ from infinity.engine.engine import Engine, engine_of, engine_of_model
 from infinity.errors import UnsupportedError
 from infinity.optim.base import OffloadedOptimizer
 from infinity.optim.ownership import check_current
-from infinity.planning.boxes import Box, all_of, runs
+from infinity.planning.boxes import Turns, all_of
 from infinity.planning.layout import STATE_BLOCK, Segment
 from infinity.storage.manifest import MASTER, PLAIN, MeshPlace, TensorSpec
 from infinity.tensors import local, name_of_dtype
@@ -37,10 +37,15 @@ class Inventory:
     """A model's offloaded parameters by unit, its other tensors by name, and its optimizer's state."""
 
     def __init__(
-        self, model: nn.Module, optimizer: OffloadedOptimizer | None, *, by_name: bool = True
+        self,
+        model: nn.Module,
+        optimizer: OffloadedOptimizer | None,
+        *,
+        by_name: bool = True,
+        by_turns: bool = True,
     ) -> None:
         """Take stock of a model built in Init. by_name: for files that have whole tensors by their names, of
-        which this rank may have a box.
+        which this rank may have a box; by_turns: or several boxes, by turns.
 
         Raises: ValueError for a model that was not, and for parameters of `optimizer` that are not in it;
         UnsupportedError for a module with extra state, or an incomplete model; TypeError for another kind of
@@ -52,7 +57,7 @@ class Inventory:
                 "save one of torch's optimizers by its state_dict()"
             )
         self.optimizer = optimizer
-        self._by_name = by_name
+        self._by_name, self._by_turns = by_name, by_turns
         self.engine = engine_of_model(model)
         self._mesh = self.engine.stages.mesh
         self.ranks = self.engine.stages.everyone
@@ -66,7 +71,7 @@ class Inventory:
         """The same in files of weights alone, or of moments as plain numbers."""
         self.names: dict[int, str] = {}
         """Names of offloaded parameters, by the parameters' id()."""
-        self._boxes: dict[str, Box] = {}
+        self._turns: dict[str, Turns] = {}
         """Which elements this rank has of the tensors that are cut along dimensions of a mesh, by name."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Of the wholes of these."""
@@ -109,9 +114,10 @@ class Inventory:
         """
         if not (self._by_name and self._mesh.is_cut(tensor)):
             return
-        box, shape = self._mesh.box_of(tensor, name), self._mesh.shape_of(tensor, name)
-        if box != all_of(shape):
-            self._boxes[name], self._shapes[name] = box, shape
+        turns = self._mesh.turns_of(tensor, name, several=self._by_turns)
+        shape = self._mesh.shape_of(tensor, name)
+        if turns.boxes != (all_of(shape),):
+            self._turns[name], self._shapes[name] = turns, shape
         # Alike on all ranks, also where one has all of a small tensor.
         if name in self.stacks.places:
             raise UnsupportedError(
@@ -145,16 +151,18 @@ class Inventory:
         stages = self.engine.stages
         self.ranks, self._stage, self._stages = stages.all_ranks(), stages.ranks.rank, stages.ranks.size
 
-    def box(self, name: str) -> Box | None:
+    def turns(self, name: str) -> Turns | None:
         """Return which elements this rank has of a tensor; None for all."""
-        return self._boxes.get(name)
+        return self._turns.get(name)
 
     def runs(self, name: str, start: int, stop: int) -> Iterable[tuple[int, int, int]]:
         """Return the consecutive elements of a tensor that elements [start, stop) of this rank's are: (first
         in the whole, first of these, number).
         """
-        box = self.box(name)
-        return [(start, 0, stop - start)] if box is None else runs(self._shapes[name], box, start, stop)
+        turns = self.turns(name)
+        if turns is None:
+            return [(start, 0, stop - start)]
+        return turns.runs(self._shapes[name], start, stop)
 
     @property
     def place(self) -> MeshPlace:

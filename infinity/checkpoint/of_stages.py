@@ -13,14 +13,17 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from infinity.checkpoint.inventory import Inventory
 from infinity.checkpoint.stacks import Stacks
 from infinity.errors import ConfigError
 from infinity.storage.manifest import CheckpointError, Manifest
+from infinity.tensors import digest
 
 _WHAT = "compare what stages have"
 
@@ -39,6 +42,7 @@ class StagesTogether:
         self._stages, self._stacks = stages, inventory.stacks
         self._own = {*inventory.stacks.specs(inventory.masters()), *inventory.plains()}
         self._all: set[str] = set()
+        self._tensors: dict[str, str] = {}
         self._groups = len(inventory.groups_in_files) if inventory.optimizer is not None else 0
         self._ranks = inventory.ranks
         self.speaker = 0
@@ -64,6 +68,15 @@ class StagesTogether:
         having = self._ranks.of_all([int(inventory.optimizer is not None)], _WHAT)
         self.speaker = next((rank for rank, row in enumerate(having) if row[0]), 0)
 
+    def note_shared(self, kept: dict[str, torch.Tensor]) -> None:
+        """Note the tensors that are one for the whole model, by their keys, to compare those of param groups;
+        the speaker alone keeps them.
+        """
+        if self._several:
+            self._tensors = {key: f"{one.dtype} {list(one.shape)} {digest(one)}" for key, one in kept.items()}
+        if self._ranks.rank != self.speaker:
+            kept.clear()
+
     def shared_of_all(self, own: dict[str, Any]) -> dict[str, Any]:
         """Return what is one for the whole model: the optimizer of all stages, and the speaker's scheduler.
 
@@ -78,12 +91,14 @@ class StagesTogether:
     def optimizer_of_all(self, own: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return what the optimizers of all stages say, each in the form of optimizer_out.
 
-        Raises: CheckpointError where their kinds, or the options of their param groups, differ.
+        Raises: CheckpointError where their kinds, or the options of their param groups, tensors among them,
+        differ.
         """
         if not self._several:
             return own
-        rows = [json.loads(row) for row in self._stages.ranks.each(json.dumps(own).encode(), _WHAT)]
-        said = [row for row in rows if row is not None]
+        mine = json.dumps([own, self._tensors]).encode()
+        rows = [json.loads(row) for row in self._stages.ranks.each(mine, _WHAT)]
+        said = [row for row, _ in rows if row is not None]
         if not said:
             return None
         first = said[0]
@@ -100,6 +115,7 @@ class StagesTogether:
                     f"the param groups of stages have different options, {options[0]} and {options[1]}: give "
                     "them the same, or every stage a folder of its own"
                 )
+        _check_tensors(first["groups"], [tensors for row, tensors in rows if row is not None])
         groups = [
             {**group, "parameters": [name for each in said for name in each["groups"][number]["parameters"]]}
             for number, group in enumerate(first["groups"])
@@ -134,3 +150,18 @@ class StagesTogether:
                 groups = [one for one in groups if one["parameters"]]
             saved = {**saved, "groups": groups, "steps": steps}
         return replace(manifest, tensors=tensors, optimizer=saved)
+
+
+def _check_tensors(groups: Sequence[Mapping[str, Any]], tensors: Sequence[Mapping[str, str]]) -> None:
+    """Check that stages have the same tensors in their param groups, of which one is saved for all.
+
+    groups: those of one stage; tensors: what each of them has, by keys. Raises: CheckpointError.
+    """
+    for number, group in enumerate(groups):
+        for option, value in group["options"].items():
+            keys = [key for key in tensors[0] if f'{{"__tensor__": "{key}"}}' in json.dumps(value)]
+            if any(one.get(key) != tensors[0][key] for key in keys for one in tensors):
+                raise CheckpointError(
+                    f"the tensors of stages in {option!r} of param group {number} differ, and one checkpoint "
+                    "of all stages has one of them: give them the same, or every stage a folder of its own"
+                )

@@ -21,6 +21,7 @@ from infinity.checkpoint.hub import EXPORT, MARK, exported_files
 from infinity.checkpoint.sharedfolder import shared_folder
 from infinity.engine.engine import engine_of, engine_of_model
 from infinity.storage.safetensors_file import add_metadata
+from infinity.tensors import is_distributed
 
 SAVE_FIRST = (
     "infinity.save the training, load it in one process, and write the files there; or save "
@@ -36,7 +37,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def adapter_state(model: nn.Module, field: str = "hi") -> dict[str, torch.Tensor]:
-    """Return the weights of all adapters of a PEFT model, by their names in it. All ranks call this.
+    """Return the weights of all adapters of a PEFT model, by their names in it, whole. All ranks call this.
 
     field: "hi" or "master", of weights that were built in Init; others are returned as they are.
     """
@@ -53,14 +54,24 @@ def adapter_state(model: nn.Module, field: str = "hi") -> dict[str, torch.Tensor
     for adapter in model.peft_config:  # type: ignore[union-attr]
         taken = peft.get_peft_model_state_dict(model, state_dict=hollow, adapter_name=adapter)
         wanted |= {names[id(one)] for one in taken.values() if id(one) in names}
-    values = {}
-    for name in (name for name in tensors if name in wanted):
-        engine = engine_of(tensors[name])
-        if engine is None:
-            values[name] = tensors[name].detach()
-        else:
-            (values[name],) = engine.parameters.read(tensors[name], [field])  # type: ignore[arg-type]
-    return values
+    return {name: _whole(model, tensors[name], field) for name in tensors if name in wanted}
+
+
+def _whole(model: nn.Module, tensor: torch.Tensor, field: str) -> torch.Tensor:
+    """Return the values of a tensor of a model; of a DTensor those that all ranks of its mesh have."""
+    if not is_distributed(tensor):
+        return _read(tensor, field)
+    with engine_of_model(model).stages.everyone.together("reading an adapter"):
+        part: Any = _read(tensor, field)
+    whole: torch.Tensor = part.full_tensor()  # after it: torch's collective would wait for one that failed
+    return whole
+
+
+def _read(tensor: torch.Tensor, field: str) -> torch.Tensor:
+    engine = engine_of(tensor)
+    if engine is None:
+        return tensor.detach()
+    return engine.parameters.read(tensor, [field])[0]  # type: ignore[arg-type]
 
 
 def write_adapters(model: nn.Module, folder: Path, field: str = "hi", **options: Any) -> None:
@@ -68,9 +79,9 @@ def write_adapters(model: nn.Module, folder: Path, field: str = "hi", **options:
 
     All ranks call this; rank 0 writes.
     """
-    engine_of_model(model).stages.mesh.check_whole("files of adapters", SAVE_FIRST)
-    state = adapter_state(model, field)
-    ranks = engine_of_model(model).ranks
+    stages = engine_of_model(model).stages
+    stages.mesh.check_unmarked("files of adapters", model.named_parameters(), SAVE_FIRST)
+    state, ranks = adapter_state(model, field), stages.everyone
     with ranks.together(f"writing adapters to {folder}"):
         if ranks.rank == 0:
             kind: Any = type(model)  # the model's own attribute may be a wrapper for the Trainer
@@ -82,8 +93,7 @@ def save_adapters(model: nn.Module, folder: Path, field: str, *, overwrite: bool
 
     overwrite: as for export.save_pretrained.
     """
-    engine_of_model(model).stages.mesh.check_whole("files of adapters", SAVE_FIRST)
-    ranks = engine_of_model(model).ranks
+    ranks = engine_of_model(model).stages.everyone
     with shared_folder(ranks, folder, Older(EXPORT, exported_files, overwrite, rescues=True)) as filling:
         card = folder / _CARD
         if ranks.rank == 0 and overwrite and card.is_file():

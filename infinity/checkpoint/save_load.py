@@ -5,7 +5,8 @@ manifest.json          everything but tensors, and the contents of the files; se
 weights-*.safetensors  fp32 masters, buffers and ordinary parameters, by their names in the model, for any
                        reader of safetensors, torch.distributed.checkpoint included. Each of several ranks has
                        files of its own, with a flat part of most tensors, "NAME[START:STOP]"; on a mesh with
-                       a box, "NAME[0:64,32:64]", or a flat part of one, "NAME[0:64,32:64][START:STOP]"
+                       a box, "NAME[0:64,32:64]", or a flat part of one, "NAME[0:64,32:64][START:STOP]"; of
+                       fused weights several
 moments-*.safetensors  "exp_avg.NAME", "exp_avg_sq.NAME" in the dtype in which they are kept; 8-bit ones have
                        "exp_avg_scale.NAME", two fp32 scales for each 256 elements. The state of SGD and Lion
                        is saved as exp_avg, that of Adagrad as exp_avg_sq
@@ -29,7 +30,7 @@ from torch import nn
 
 from infinity.checkpoint import generators
 from infinity.checkpoint.atomic import Older
-from infinity.checkpoint.hashed_stream import TensorSource
+from infinity.checkpoint.hashed_stream import TensorSource, TurnsSource, source_of
 from infinity.checkpoint.hub import configuration
 from infinity.checkpoint.inventory import KINDS, Inventory
 from infinity.checkpoint.of_stages import StagesTogether
@@ -40,7 +41,7 @@ from infinity.engine.engine import Engine
 from infinity.errors import UnsupportedError
 from infinity.lane.passes import CopyInPass
 from infinity.optim.base import OffloadedOptimizer
-from infinity.planning.boxes import Box
+from infinity.planning.boxes import Turns
 from infinity.ranks.group import Ranks
 from infinity.storage.manifest import (
     MASTER,
@@ -121,8 +122,7 @@ def save(
             "optimizer": optimizer_out(inventory, keep),
             "scheduler": encode(scheduled, "scheduler.state_dict()", keep),
         }
-        if ranks.rank != stages.speaker:
-            kept.clear()  # the speaker writes these; every rank writes its own extra
+        stages.note_shared(kept)  # which the speaker writes; every rank writes its own extra
         own = encode(extra, "extra", functools.partial(keep, prefix=of_rank))
     shared = stages.shared_of_all(shared)  # not in the `with`: a rank that failed there would not come
     older = Older(CHECKPOINT, checkpoint_files, overwrite, rescues=True)
@@ -239,7 +239,8 @@ def load(
         with torch.no_grad():
             for name, tensor in inventory.plain.items():
                 values = local(tensor)
-                values.copy_(_read(manifest.by_kind()[PLAIN, name], files, inventory.box(name), values.shape))
+                saved_as = manifest.by_kind()[PLAIN, name]
+                values.copy_(_read(saved_as, files, inventory.turns(name), values.shape))
     if optimizer is not None and manifest.optimizer is not None:
         with readable(f"{folder / NAME}"):
             optimizer_in(manifest.optimizer, groups, inventory, optimizer)
@@ -277,9 +278,9 @@ def _check_same(manifest: Manifest, ranks: Ranks, folder: Path) -> None:
     mine = f"{folder.absolute()} (hash {manifest.digest})"
     said = [one.decode() for one in ranks.each(mine.encode(), f"compare {NAME} of all ranks")]
     if len({one.rpartition(" ")[2] for one in said}) > 1:
-        named = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(said))
         raise CheckpointError(
-            f"the ranks find different manifests of a checkpoint, and nothing was loaded: {named}. Likely "
+            "the ranks find different manifests of a checkpoint, and nothing was loaded: "
+            f"{ranks.names.told(said)}. Likely "
             "cause: the folder is not on a file system that they share, and one has an older copy. Copy the "
             "same checkpoint to all machines, or name a folder that they share"
         )
@@ -376,11 +377,11 @@ def open_files(manifest: Manifest, folder: Path, stack: contextlib.ExitStack) ->
 
 
 def _read(
-    tensor: Tensor, files: Mapping[str, TensorReader], box: Box | None, shape: Sequence[int]
+    tensor: Tensor, files: Mapping[str, TensorReader], turns: Turns | None, shape: Sequence[int]
 ) -> torch.Tensor:
-    """Return a box of a tensor, which has this shape; None for the whole."""
+    """Return what a rank has of a tensor, which has this shape; None for the whole."""
     values = empty(tensor.dtype, tuple(shape))
-    TensorSource(tensor, files, box=box).read(as_bytes(values))
+    source_of(tensor, files, 0, turns).read(as_bytes(values))
     return values
 
 
@@ -409,7 +410,7 @@ def _fill_units(manifest: Manifest, inventory: Inventory, files: Mapping[str, Te
         if fields == ("master",) and _are_in_files(engine, unit, inventory, tensors, files):
             continue
         _give_room(engine, unit, fields[1:])
-        sources: dict[tuple[str, str], TensorSource] = {}
+        sources: dict[tuple[str, str], TensorSource | TurnsSource] = {}
         for start, stop in chunks(unit.record):
             values = buffers(unit.record, fields, stop - start)
             for part in parts(unit.record, start, stop, values):
@@ -418,8 +419,8 @@ def _fill_units(manifest: Manifest, inventory: Inventory, files: Mapping[str, Te
                     key = kind, name
                     if key not in sources:
                         first = inventory.stacks.first(name, scales=part.field == "scale")
-                        box = inventory.box(name)
-                        sources[key] = TensorSource(tensors[of], files, first + part.first, box)
+                        turns = inventory.turns(name)
+                        sources[key] = source_of(tensors[of], files, first + part.first, turns)
                     sources[key].read(part.values)
             job = CopyInPass(unit.record, unit.record.tile_numel, start, stop, values)
             if before is not None:
@@ -449,7 +450,7 @@ def _are_in_files(
     if unit.record.in_files is None:
         return False
     names = inventory.names_in(unit)
-    sources: dict[str, TensorSource] = {}
+    sources: dict[str, TensorSource | TurnsSource] = {}
     for _, chunk in copied_out([(engine, unit, ("master",))]):
         for part in parts(unit.record, chunk.start, chunk.stop, chunk.values):
             name = names[part.index]
@@ -457,7 +458,7 @@ def _are_in_files(
             if name is None or tensor is None:
                 return False
             if name not in sources:
-                sources[name] = TensorSource(tensor, files, part.first, inventory.box(name))
+                sources[name] = source_of(tensor, files, part.first, inventory.turns(name))
             saved = memoryview(bytearray(len(part.values)))
             sources[name].read(saved)
             if saved != part.values:

@@ -65,7 +65,7 @@ def check_named(ranks: Ranks, folder: str | os.PathLike[str], what: str) -> None
     """
     said = ranks.each(os.fsencode(folder), what)
     if len({*said}) > 1:
-        named = "; ".join(f"rank {rank}: {os.fsdecode(one)}" for rank, one in enumerate(said))
+        named = ranks.names.told([*map(os.fsdecode, said)])
         raise ConfigError(
             f"{what}: the ranks name different folders: {named}. Give all of them the same, such as the one "
             "that rank 0 chooses (torch.distributed.broadcast_object_list)"

@@ -13,7 +13,8 @@ from infinity.checkpoint.hashed_stream import Sink
 from infinity.checkpoint.inventory import KINDS, Inventory
 from infinity.checkpoint.ranges import copied_out, parts
 from infinity.engine.engine import Engine
-from infinity.storage.manifest import MASTER, PLAIN, TensorPiece, TensorSpec
+from infinity.planning.boxes import Turns
+from infinity.storage.manifest import MASTER, PLAIN, WIDTHS, TensorPiece, TensorSpec
 from infinity.storage.safetensors_file import TensorEntry, TensorWriter, split_by_size, storage_full
 from infinity.tensors import as_bytes, local, name_of_dtype
 from infinity.units.unit import Unit
@@ -34,7 +35,7 @@ class CheckpointWriter:
         kept: tensors of this rank alone. Buffers and ordinary parameters, which all ranks have, are rank 0's.
         """
         self._rank, self._ranks = inventory.ranks.rank, inventory.ranks.size
-        self._box = inventory.box
+        self._turns = inventory.turns
         self._specs: dict[tuple[str, str], TensorSpec] = {
             **{(MASTER, name): spec for name, spec in inventory.masters().items()},
             **{(PLAIN, name): spec for name, spec in inventory.plains().items()},
@@ -42,14 +43,18 @@ class CheckpointWriter:
             **{("extra", key): (name_of_dtype(one, key), tuple(one.shape)) for key, one in kept.items()},
         }
         self._held = inventory.held()
-        self._sinks: dict[tuple[str, str], Sink] = {}
+        self._sinks: dict[tuple[str, str], dict[int, Sink]] = {}
+        """By the number of the box, of those that this rank has of a tensor."""
+        self._at: dict[tuple[str, str], int] = {}
+        """The element, of those, that is written next, where they are in several boxes."""
         self._writers: list[TensorWriter] = []
-        groups: dict[str, dict[TensorEntry, tuple[str, str]]] = {}
+        groups: dict[str, dict[TensorEntry, tuple[str, str, int]]] = {}
         for kind, name in self._specs:
-            start, stop = self._range(kind, name)
-            if start < stop or (self._rank == 0 and not self._numel(kind, name)):
-                group = groups.setdefault(_PREFIXES.get(kind, "moments"), {})
-                group[self._entry(kind, name)] = kind, name
+            for number in range(self._boxes(kind, name)):
+                start, stop = self._range(kind, name, number)
+                if start < stop or (self._rank == 0 and not self._numel(kind, name)):
+                    group = groups.setdefault(_PREFIXES.get(kind, "moments"), {})
+                    group[self._entry(kind, name, number)] = kind, name, number
         there = os.statvfs(folder)
         free = there.f_bavail * there.f_frsize
         needed = sum(entry.nbytes for group in groups.values() for entry in group)
@@ -61,35 +66,63 @@ class CheckpointWriter:
                 for number, entries in enumerate(split_by_size(group, FILE_NBYTES), 1):
                     path = folder / f"{prefix}-{rank}{number:05}.safetensors"
                     self._writers.append(TensorWriter(path, entries, {"format": "pt"}))
-                    sinks = {group[entry]: Sink(self._writers[-1], entry.name) for entry in entries}
-                    self._sinks.update(sinks)
+                    for entry in entries:
+                        kind, name, box = group[entry]
+                        sink = Sink(self._writers[-1], entry.name)
+                        self._sinks.setdefault((kind, name), {})[box] = sink
         except BaseException:
             self.close()
             raise
 
+    def _of(self, kind: str, name: str) -> Turns | None:
+        """Return which elements this rank, and those that it shares them with, have of a tensor; None for
+        all.
+        """
+        return self._turns(name) if kind != "extra" else None
+
+    def _boxes(self, kind: str, name: str) -> int:
+        turns = self._of(kind, name)
+        return 1 if turns is None else len(turns.boxes)
+
     def _numel(self, kind: str, name: str) -> int:
-        """Return how many elements this rank and those that it shares them with have of a tensor."""
-        box = self._box(name) if kind != "extra" else None
-        return math.prod(self._specs[kind, name][1]) if box is None else box.numel
+        """Return how many elements these have of a tensor, in each box."""
+        turns = self._of(kind, name)
+        return math.prod(self._specs[kind, name][1]) if turns is None else turns.boxes[0].numel
 
-    def _range(self, kind: str, name: str) -> tuple[int, int]:
-        """Return the elements [start, stop) of a tensor that this rank writes."""
-        alone = kind == "extra"
-        return (0, self._numel(kind, name)) if alone else self._held.get((kind, name), (0, 0))
+    def _range(self, kind: str, name: str, number: int) -> tuple[int, int]:
+        """Return the elements [start, stop) of a tensor, or of a box of it, that this rank writes."""
+        if kind == "extra":
+            return 0, self._numel(kind, name)
+        turns, (start, stop) = self._of(kind, name), self._held.get((kind, name), (0, 0))
+        return (start, stop) if turns is None else turns.range_of(number, start, stop)
 
-    def _entry(self, kind: str, name: str) -> TensorEntry:
+    def _entry(self, kind: str, name: str, number: int) -> TensorEntry:
         """Return the file's entry of this rank's piece of a tensor; a whole tensor keeps its name, and a
         whole box its shape.
         """
         dtype, shape = self._specs[kind, name]
-        start, stop = self._range(kind, name)
+        start, stop = self._range(kind, name, number)
         key = name if kind in _PREFIXES else f"{kind}.{name}"
-        if kind != "extra" and (box := self._box(name)) is not None:
+        if (turns := self._of(kind, name)) is not None:
+            box = turns.boxes[number]
             bounds = (f"{at}:{at + size}" for at, size in zip(box.first, box.shape, strict=True))
             key, shape = f"{key}[{','.join(bounds)}]", box.shape
         if stop - start == self._numel(kind, name):
             return TensorEntry(key, dtype, shape)
         return TensorEntry(f"{key}[{start}:{stop}]", dtype, (stop - start,))
+
+    def _write(self, kind: str, name: str, values: memoryview) -> None:
+        """Write the next elements of a tensor that this rank has."""
+        key, turns = (kind, name), self._of(kind, name)
+        if turns is None or len(turns.boxes) == 1:
+            self._sinks[key][0].write(values)
+            return
+        at, width = self._at.get(key, self._held[key][0]), WIDTHS[self._specs[key][0]]
+        self._at[key] = at + len(values) // width
+        for number, first, last in turns.cut(at, self._at[key]):
+            nbytes = (last - first) * width
+            self._sinks[key][number].write(values[:nbytes])
+            values = values[nbytes:]
 
     def write_units(self, inventory: Inventory) -> None:
         """Write masters and moments, range by range."""
@@ -99,27 +132,26 @@ class CheckpointWriter:
                 name = names[part.index]
                 kind = KINDS.get(part.field, MASTER)
                 if name is not None and (kind, name) in self._sinks:
-                    self._sinks[kind, name].write(part.values)
+                    self._write(kind, name, part.values)
 
     def write_plain(self, tensors: Mapping[str, torch.Tensor], kept: Mapping[str, torch.Tensor]) -> None:
         """Write the tensors in ordinary memory that belong to this rank."""
         for kind, of_kind in ((PLAIN, tensors), ("extra", kept)):
             for name, tensor in of_kind.items():
                 if (kind, name) in self._sinks:
-                    self._sinks[kind, name].write(as_bytes(local(tensor)))
+                    self._write(kind, name, as_bytes(local(tensor)))
 
-    def pieces(self) -> dict[tuple[str, str], tuple[TensorSpec, TensorPiece | None]]:
-        """Return every tensor's spec, and this rank's piece of it; everything has to be written."""
+    def pieces(self) -> dict[tuple[str, str], tuple[TensorSpec, tuple[TensorPiece, ...]]]:
+        """Return every tensor's spec, and this rank's pieces of it; everything has to be written."""
         for writer in self._writers:
             writer.check_whole()
-        return {
-            key: (spec, self._piece(*key) if key in self._sinks else None)
-            for key, spec in self._specs.items()
-        }
+        return {key: (spec, tuple(self._pieces(*key))) for key, spec in self._specs.items()}
 
-    def _piece(self, kind: str, name: str) -> TensorPiece:
-        box = self._box(name) if kind != "extra" else None
-        return self._sinks[kind, name].finish(*self._range(kind, name), box)
+    def _pieces(self, kind: str, name: str) -> Iterator[TensorPiece]:
+        turns = self._of(kind, name)
+        for number, sink in self._sinks.get((kind, name), {}).items():
+            box = None if turns is None else turns.boxes[number]
+            yield sink.finish(*self._range(kind, name, number), box)
 
     def files(self) -> dict[str, int]:
         """Return the size of each file in bytes."""

@@ -49,6 +49,7 @@ from infinity.planning.budget import Budget, divide, divide_device, least_total
 from infinity.planning.layout import Holders, RecordSchema, lay_out, schema_beside
 from infinity.ranks.group import Ranks
 from infinity.ranks.machine_memory import share_of
+from infinity.ranks.uses import compare_uses
 from infinity.records.record import Record, Traffic
 from infinity.records.weights import WEIGHTS, Weights
 from infinity.storage.checkpoint_store import CheckpointStore
@@ -538,7 +539,9 @@ class Engine:
         return not self.optimizers and not any(unit.trainable for unit in self.units)
 
     def close_step(self) -> None:
-        """The optimizer has decided a step."""
+        """The optimizer has decided a step. Raises: RanksError where ranks beside have used other modules."""
+        if self.stages.mesh.several:
+            compare_uses(self.stages.mesh.ranks, self.residency.cursor.trace, lambda n: self.units[n].name)
         pending = any(optimizer.update != "backward" for optimizer in self.optimizers)
         if self.residency.close_step(updates_at_fetch=pending):
             self.hooks.begin_step()

@@ -84,6 +84,21 @@ def _data_of(mesh: Any, data: str | Sequence[str] | None, process_group: Any, co
     return found
 
 
+def _copies_of(process_group: Any, copies: Any) -> Any:
+    """Return the ranks that have copies of the same activations, as a group or by their numbers.
+
+    Raises: ConfigError for True without a mesh.
+    """
+    if copies is not True:
+        return None if copies is False else copies
+    if not isinstance(process_group, DataOfMesh):
+        raise ConfigError(
+            "Init(partition_activations=True) takes the ranks of a mesh that have the same data: give "
+            "mesh=mesh, data=..., or the ranks, as a group of torch.distributed"
+        )
+    return process_group.beside
+
+
 class Init:
     """Build the models inside the `with` partitioned and placed: the whole never exists in host memory.
 
@@ -93,8 +108,8 @@ class Init:
     ranks of the run. Each of them builds the same model, from the random numbers of rank 0, whatever its own
     seed; after the `with` it goes on with its own.
     partition_activations: the ranks that compute on copies of the same activations, as those of tensor
-    parallelism do (a group or a DeviceMesh likewise): each keeps a part of what a checkpointed block saves,
-    and they gather it when the backward takes it.
+    parallelism do (a group or a DeviceMesh likewise; True: those of `mesh` beside the ones with other data):
+    each keeps a part of what a checkpointed block saves, and they gather it when the backward takes it.
     pipeline_group: where the model is a stage, or some stages, of a pipeline of
     torch.distributed.pipelining, one
     rank of each stage (a group or a DeviceMesh likewise): norms are of all stages' gradients, and the stages
@@ -142,7 +157,7 @@ class Init:
         self.config = config if config is not None else Config(**fields)
         process_group, self.config = hybrid(process_group, self.config)
         self._process_group = _data_of(mesh, data, process_group, self.config)
-        self._copies = partition_activations
+        self._copies = _copies_of(self._process_group, partition_activations)
         self._pipeline_group = pipeline_group
         self._frozen = frozen
         self._engine: Engine | None = None

@@ -29,6 +29,7 @@ from infinity.lane.outgoing import OutgoingShare
 from infinity.planning.plan import Plan
 from infinity.planning.queue import Job
 from infinity.ranks.group import Ranks
+from infinity.ranks.uses import agree_on_uses
 from infinity.records.record import Record
 from infinity.sizes import format_size
 from infinity.storage.store import HostStore, Store
@@ -100,7 +101,8 @@ class Partition:
         rows = self.ranks.of_all(mine, "compare models")
         if any(row != rows[0] for row in rows):
             built = ", ".join(
-                f"rank {rank} {numel:,} in {units} modules" for rank, (_, units, numel) in enumerate(rows)
+                f"{self.ranks.names.of(rank)} {numel:,} in {units} modules"
+                for rank, (_, units, numel) in enumerate(rows)
             )
             raise RanksError(
                 f"the ranks that share a model have built different ones, of parameters: {built}. All "
@@ -248,11 +250,7 @@ class Partition:
             for one in lanes:
                 one.begin_step(self._digest[1] if queued_the_same else None)
             return
-        uses = [f"{one.use.phase.name.lower()} {self._units[one.use.unit].name}" for one in plan.steps]
-        longest = max(-self.ranks.least(-len(uses), "compare plans"), 1)
-        for place in range(longest):
-            use = uses[place] if place < len(uses) else "nothing more"
-            self.ranks.agree(f"use {place + 1} of a step, {use}")
+        agree_on_uses(self.ranks, [one.use for one in plan.steps], lambda unit: self._units[unit].name)
         for one in lanes:
             one.begin_step(None)
 

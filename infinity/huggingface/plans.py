@@ -61,8 +61,6 @@ def tensor_parallel(model: nn.Module, mesh: Any) -> nn.Module:
         _divide(model, name, modules.get(name), style, mesh)
     for places in tied:
         _tie(places)
-    of_model: Any = model
-    of_model._tp_size = mesh.size()  # noqa: SLF001 - as from_pretrained sets it: generate and the Trainer ask
     return model
 
 

@@ -19,6 +19,7 @@ from transformers.trainer_utils import has_length
 
 from infinity.errors import UnsupportedError
 from infinity.huggingface.running_trainer import made_trainer, other_losses, running_trainer
+from infinity.huggingface.shared_batches import share_batches
 from infinity.sequences.loader import SequenceParallelLoader
 from infinity.sequences.parallel import SequenceParallel, is_divided, sequences_of
 
@@ -137,17 +138,10 @@ def share(loader: Any, sequences: SequenceParallel) -> None:
 
     Raises: UnsupportedError for another one.
     """
-    from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
-
-    kinds = (BatchSamplerShard, IterableDatasetShard)
-    sharers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset")]
-    found = [one for one in sharers if isinstance(one, kinds)]
-    if not found:
+    if not share_batches(loader, sequences.data_ranks, sequences.data_rank):
         raise UnsupportedError(
             f"ranks share a sequence, and the Trainer's loader is a {type(loader).__name__} that does not "
             "share its batches by a sampler of Accelerate's, so that the ranks of a sequence cannot be given "
             "the same. Override get_train_dataloader, and return "
             'infinity.SequenceParallelLoader(loader, self.model, batches="in turn")'
         )
-    for one in found:
-        one.num_processes, one.process_index = sequences.data_ranks, sequences.data_rank

@@ -26,6 +26,7 @@ from infinity.engine.stats import Stats, stats
 from infinity.errors import UnsupportedError
 from infinity.huggingface import durable_training
 from infinity.huggingface.accumulation import HeldBatches, accelerate_steps, release
+from infinity.huggingface.mesh_training import check_on_mesh, train_on_mesh
 from infinity.huggingface.running_trainer import other_losses, running_trainer
 from infinity.huggingface.split_sequences import check_split, split_sequences
 from infinity.huggingface.trainer_setup import FOLDER, check_output, save_streamed, saving, settle_in
@@ -111,6 +112,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
             if wanted:
                 raise UnsupportedError(f"TrainingArguments({name}={getattr(args, name)!r}): {cure}")
         settle_in(kwargs["model"], args)
+        train_on_mesh(kwargs["model"], args)
         split_sequences(kwargs["model"], args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -118,6 +120,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         model = kwargs["model"]
         save_streamed(model)  # model_init may have just built it
         check_output(model, args, state.global_step)
+        check_on_mesh(model)
         check_split(model, args, state, kwargs.get("train_dataloader"))
         self._seen = stats(model)
         if not _trains_ours(model):

@@ -65,19 +65,14 @@ _LEFT_OUT = "_ddp_params_and_buffers_to_ignore"
 def settle_in(model: nn.Module, args: Any) -> None:
     """Set `model` up for a Trainer's ranks; `args` are its TrainingArguments.
 
-    Raises: UnsupportedError where the Trainer's ranks are not those of the model, and for one on a mesh.
+    Raises: UnsupportedError where the Trainer's ranks are not those of the model.
     """
-    ranks = engine_of_model(model).ranks
-    if engine_of_model(model).stages.mesh.several:
-        raise UnsupportedError(
-            "the Trainer with a model whose weights are divided over a mesh (DTensors): it broadcasts and "
-            "replaces such weights itself (param.data), and Infinity has them on NVMe. Write the loop, as in "
-            "examples/mesh.py, or leave the tensor dimension out: every rank then has a part of the state"
-        )
+    ranks = engine_of_model(model).stages.everyone
     if ranks.size != args.world_size:
         raise UnsupportedError(
             f"the Trainer has {args.world_size} ranks, the model {ranks.size}: under the Trainer every rank "
-            "has its own batches. Start with torchrun, and give Init no process_group"
+            "has its own batches, or those of the ranks beside it on a mesh. Start with torchrun, and give "
+            "Init no process_group, and no pipeline_group, or a mesh of all ranks"
         )
     if engine_of_model(model).config.sequence_parallel > 1 and args.label_smoothing_factor:
         raise UnsupportedError(
@@ -107,7 +102,7 @@ def check_output(model: nn.Module, args: Any, done: int) -> None:
     Raises: ConfigError for a folder that cannot be written; FileExistsError for a file at a checkpoint's
     path; UnsupportedError for a file system without atomic replacement; RanksError for these on another rank.
     """
-    with engine_of_model(model).ranks.together("looking at output_dir"):
+    with engine_of_model(model).stages.everyone.together("looking at output_dir"):
         if not args.should_save:
             return
         out = Path(args.output_dir).absolute()

@@ -117,3 +117,104 @@ def _indices(shape: Shape) -> Iterator[Shape]:
     for outer in _indices(shape[:-1]):
         for last in range(shape[-1]):
             yield (*outer, last)
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Boxes of one shape whose elements come by turns, so many of each: what a rank has of a tensor of which
+    a dimension is cut into chunks first, and each chunk among the ranks, as those of fused weights are.
+    """
+
+    boxes: tuple[Box, ...]
+    turn_numel: int = 0
+    """Elements of one box in a turn; those of one box alone come in one."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of all boxes."""
+        return sum(one.numel for one in self.boxes)
+
+    def range_of(self, number: int, start: int, stop: int) -> tuple[int, int]:
+        """Return which elements [start, stop) of a box are among elements [start, stop) of all."""
+        if len(self.boxes) == 1:
+            return start, stop
+        return self._before(number, start), self._before(number, stop)
+
+    def _before(self, number: int, at: int) -> int:
+        rounds, rest = divmod(at, self.turn_numel * len(self.boxes))
+        return rounds * self.turn_numel + min(max(rest - number * self.turn_numel, 0), self.turn_numel)
+
+    def cut(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield what elements [start, stop) of all are, in their order: (number of the box, first element of
+        it, the one after the last).
+        """
+        if len(self.boxes) == 1:
+            yield 0, start, stop
+            return
+        at = start
+        while at < stop:
+            turn, begun = divmod(at, self.turn_numel)
+            numel = min(self.turn_numel - begun, stop - at)
+            rounds, number = divmod(turn, len(self.boxes))
+            first = rounds * self.turn_numel + begun
+            yield number, first, first + numel
+            at += numel
+
+    def runs(self, whole: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield as `runs` does, of elements [start, stop) of all."""
+        begun = 0
+        for number, first, last in self.cut(start, stop):
+            for at, begin, numel in runs(whole, self.boxes[number], first, last):
+                yield at, begun + begin, numel
+            begun += last - first
+
+
+Range = tuple[int, int]
+"""Consecutive places along a dimension: the first, and how many."""
+
+
+def taken(ranges: Sequence[Range], chunks: int, ranks: int, rank: int) -> list[Range] | None:
+    """Return what a rank has of the places that `ranges` have, one behind the other, which are cut into
+    chunks, and each chunk among the ranks; None where several chunks are not cut evenly.
+    """
+    total = sum(count for _, count in ranges)
+    if chunks > 1 and total % (chunks * ranks):
+        return None
+    whole = total // chunks
+    least = -(-whole // ranks)
+    begin = min(whole, least * rank)
+    count = min(least, whole - begin)
+    found: list[Range] = []
+    for chunk in range(chunks):
+        for first, size in _part(ranges, chunk * whole + begin, count):
+            if found and sum(found[-1]) == first:
+                found[-1] = found[-1][0], found[-1][1] + size
+            else:
+                found.append((first, size))
+    return found or [(0, 0)]
+
+
+def _part(ranges: Sequence[Range], begin: int, count: int) -> Iterator[Range]:
+    """Yield where `count` places lie from number `begin` on."""
+    for first, size in ranges:
+        if begin < size and count:
+            here = min(size - begin, count)
+            yield first + begin, here
+            count -= here
+        begin = max(0, begin - size)
+
+
+def by_turns(ranges: Sequence[Sequence[Range]]) -> Turns | None:
+    """Return the boxes of a rank that has these places in each dimension; None where several dimensions have
+    more than one range, or those of one differ in size.
+    """
+    several = [number for number, one in enumerate(ranges) if len(one) > 1]
+    if len(several) > 1 or len({size for number in several for _, size in ranges[number]}) > 1:
+        return None
+    shape = tuple(one[0][1] for one in ranges)
+    firsts = [tuple(one[0][0] for one in ranges)]
+    if several:
+        (dim,) = several
+        firsts = [(*firsts[0][:dim], first, *firsts[0][dim + 1 :]) for first, _ in ranges[dim]]
+        return Turns(tuple(Box(one, shape) for one in firsts), math.prod(shape[dim:]))
+    return Turns((Box(firsts[0], shape),))

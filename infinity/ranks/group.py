@@ -50,23 +50,13 @@ import xxhash
 from infinity.errors import ConfigError, RanksError
 from infinity.ranks.groups import all_gather, meet, new_group, placed, store
 from infinity.ranks.machines import Hops, grid_of, neighbours, this_machine
+from infinity.ranks.places import Names
 from infinity.ranks.waiting import Waiting, brief, from_the_difference, in_one_line
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger("infinity")
-
-
-class _Rank(logging.Filter):
-    """Adds this process's rank to every log record, as `rank`."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        return True
-
-
-logger.addFilter(_Rank())
 
 _GRACE_S = 5.0
 """Seconds that a rank gives the others to post why they failed."""
@@ -172,7 +162,7 @@ class Channel:
         most = max(row[0] for row in self.integers([len(text)], what))
         rows = self.rows(torch.frombuffer(bytearray(text.ljust(most)), dtype=torch.uint8), what)
         texts = from_the_difference([bytes(row).decode().strip() for row in rows])
-        doing = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+        doing = self.ranks.names.told(texts)
         return RanksError(
             f"the ranks are about to do different things: {doing}. Likely cause: their forwards take "
             "different paths through the model (experts or branches chosen by the data, a longer loop on one "
@@ -344,7 +334,9 @@ class Ranks:
         self.members, self._backend, self._timeout_s = list(members), backend, timeout_s
         group = "-".join(map(str, members))
         self._key = f"infinity/{group}/{_engines[group]}"
-        self.waiting = Waiting(self._key, rank, self.size, timeout_s)
+        self.names = Names(members, rank)
+        """What messages call them."""
+        self.waiting = Waiting(self._key, rank, self.size, timeout_s, self.names)
         self._posted = False
         self._lost = False
         self._lock = threading.Lock()
@@ -380,7 +372,9 @@ class Ranks:
         """Connect those of these ranks, this one among them, that have the `numbers`. All of them do so."""
         members = [self.members[one] for one in numbers]
         number = list(numbers).index(self.rank)
-        return Ranks(members, number, self._backend, self._timeout_s, self.device)
+        some = Ranks(members, number, self._backend, self._timeout_s, self.device)
+        some.names.lie_at(self.names.places)
+        return some
 
     def share_machine(self, others: Ranks) -> None:
         """Count the ranks of other engines, one of each in `others`, among those of this machine."""
@@ -501,8 +495,8 @@ class Ranks:
             raise
         failed = {rank: why.decode() for rank, why in enumerate(self.each(b"", what)) if why}
         if failed:
-            reasons = "; ".join(f"rank {rank}: {why}" for rank, why in failed.items())
-            raise RanksError(f"rank {self.rank} of {self.size}: {what} failed elsewhere: {reasons}")
+            reasons = "; ".join(f"{self.names.of(rank)}: {why}" for rank, why in failed.items())
+            raise RanksError(f"{self.names}: {what} failed elsewhere: {reasons}")
 
     # Failures; see [Note: missing ranks]
 
@@ -525,13 +519,13 @@ class Ranks:
         self._lost, what = True, brief(what)
         self.post_failure(f"it waited for the others, at {what}")
         told, missing = self._ask(_GRACE_S)
-        lines = [f"rank {rank}: {why}" for rank, why in told.items()]
+        lines = [f"{self.names.of(rank)}: {why}" for rank, why in told.items()]
         if missing:
-            names = ", ".join(map(str, missing))
-            lines.append(f"rank {names} did not answer within {_GRACE_S:.0f} s: killed, hung, or far behind")
+            names = self.names.of(*missing)
+            lines.append(f"{names} did not answer within {_GRACE_S:.0f} s: killed, hung, or far behind")
         reason = re.sub(r"^\[[^]]*\] ", "", str(error).strip()).split("\n")[0].split(". ")[0]
         return RanksError(
-            f"rank {self.rank} of {self.size}: {what} failed after {waited_s:.1f} s (timeout "
+            f"{self.names}: {what} failed after {waited_s:.1f} s (timeout "
             f"{timeout_s:.0f} s; {reason or type(error).__name__}). "
             f"{'; '.join(lines)}{self.waiting.steps_of(missing)}. Look at the output of the ranks named, "
             "then start again from the last checkpoint; Config(timeout_s=...) sets how long a rank waits."

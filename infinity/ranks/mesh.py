@@ -16,25 +16,28 @@ is replicated. Such layers draw their parts by themselves, so that these ranks k
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 
 from infinity.errors import ConfigError, UnsupportedError
-from infinity.planning.boxes import Box
+from infinity.planning.boxes import Box, Range, Turns, by_turns, taken
 from infinity.ranks.group import ALONE, Ranks
 from infinity.ranks.groups import placed
+from infinity.ranks.places import Places
 from infinity.tensors import digest, is_distributed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _MARKS = ("tensor_model_parallel", "model_parallel")
+_STRIDED = "_StridedShard"
 _CURE = 'Init(mesh=mesh, data="dp") says along which dimensions of a DeviceMesh ranks have different data'
 
 
@@ -54,6 +57,8 @@ class DataOfMesh:
     """All ranks of the mesh."""
     marked: tuple[int, ...] = ()
     """The ranks along which parameters are cut that are marked so; see [Note: marked parameters]."""
+    places: Places = field(default_factory=dict)
+    """Where each of them is along the dimensions that have several ranks."""
 
 
 def data_of_groups(data: Sequence[int], tensor_of: Sequence[Sequence[int]], rank: int) -> DataOfMesh:
@@ -71,7 +76,13 @@ def data_of_groups(data: Sequence[int], tensor_of: Sequence[Sequence[int]], rank
             f"{[list(row) for row in tensor_of]}: each of them needs as many, none of them twice, and none "
             "that shares its data"
         )
-    return DataOfMesh(("tensor",), (along,), tuple(sorted(data)), along, tuple(everyone), marked=along)
+    places = {
+        one: {"data": number, "tensor": sorted(row).index(one)}
+        for number, row in enumerate(tensor_of)
+        for one in row
+    }
+    groups = (along,), tuple(sorted(data)), along, tuple(everyone)
+    return DataOfMesh(("tensor",), *groups, marked=along, places=places)
 
 
 def data_of_mesh(mesh: DeviceMesh, data: str | Sequence[str] | None) -> DataOfMesh:
@@ -116,7 +127,11 @@ def _seen_from(
 
     others = tuple(one for one in names if one not in chosen)
     beside = tuple(along([one]) for one in others)
-    return DataOfMesh(others, beside, along(chosen), along(others), along(names))
+    places = {
+        int(ranks[at]): {name: at[number] for number, name in enumerate(names) if ranks.shape[number] > 1}
+        for at in itertools.product(*map(range, ranks.shape))
+    }
+    return DataOfMesh(others, beside, along(chosen), along(others), along(names), places=places)
 
 
 class MeshRanks:
@@ -281,6 +296,32 @@ class MeshRanks:
             shape[one.dim] = min(least, shape[one.dim] - begin)
         return Box(tuple(first), tuple(shape))
 
+    def turns_of(self, parameter: torch.Tensor, what: str, *, several: bool = True) -> Turns:
+        """Return which elements of the whole this process has of a tensor, also where they are several boxes,
+        as a part of fused weights is (_StridedShard). several: whether they may be.
+
+        Raises: UnsupportedError as `box_of`.
+        """
+        if not several or not is_distributed(parameter):
+            return Turns((self.box_of(parameter, what),))
+        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        if not any(type(one).__name__ == _STRIDED for one in placements):
+            return Turns((self.box_of(parameter, what),))
+        ranges: list[list[Range]] = [[(0, size)] for size in parameter.shape]
+        for number, one in enumerate(placements):
+            if one.is_replicate():
+                continue
+            if not _ascends(mesh, number):
+                raise UnsupportedError(f"{what} is a DTensor: {_descending(mesh, f'dimension {number}')}")
+            chunks, place = getattr(one, "split_factor", 1), (mesh.size(number), mesh.get_local_rank(number))
+            found = taken(ranges[one.dim], chunks, *place) if hasattr(one, "dim") else None
+            if found is None:
+                raise _no_boxes(parameter, what)
+            ranges[one.dim] = found
+        if (turns := by_turns(ranges)) is None:
+            raise _no_boxes(parameter, what)
+        return turns
+
     def _dimension(self, tensor: torch.Tensor, what: str) -> int:
         """Return the dimension along which a marked tensor is cut. Raises: UnsupportedError."""
         dim, stride = getattr(tensor, "partition_dim", None), getattr(tensor, "partition_stride", 1)
@@ -297,6 +338,14 @@ class MeshRanks:
             return "no dimension"
         pairs = zip(self._of.names, self._of.along, strict=True)
         return ", ".join(f"{name!r} of ranks {list(ranks)}" for name, ranks in pairs)
+
+
+def _no_boxes(parameter: Any, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} is a DTensor of {tuple(parameter.shape)} placed as {parameter.placements}: what a rank has "
+        "of it are no boxes of one shape, which files could name. Shard, Replicate, and _StridedShard whose "
+        "chunks all ranks divide evenly are saved and loaded"
+    )
 
 
 def _ascends(mesh: DeviceMesh, number: int) -> bool:
@@ -329,8 +378,11 @@ def open_mesh(of: DataOfMesh, device: str, timeout_s: float) -> tuple[Ranks, Mes
     ranks = opened(of.data, device, timeout_s)
     beside = opened(of.beside, device, timeout_s)
     if beside.size == 1:
+        ranks.names.lie_at(of.places)
         return ranks, MeshRanks(of, beside), ranks
     everyone = opened(of.everyone, device, timeout_s) if ranks.size > 1 else beside
+    for one in (ranks, beside, everyone):
+        one.names.lie_at(of.places)
     everyone.prepare_as(ranks)
     ranks.share_machine(beside)
     if ranks.size > 1:

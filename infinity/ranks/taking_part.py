@@ -55,7 +55,7 @@ class TakingPart:
         self.say(takes_part=True)
         if self._said is False:
             raise UnsupportedError(
-                f"{what}: rank {self._ranks.rank} of {self._ranks.size} trained no parameter in its first "
+                f"{what}: {self._ranks.names} trained no parameter in its first "
                 "forward, and the others count on that. Say which parameters train (requires_grad_) before "
                 "the first step, or build the model anew"
             )
@@ -76,9 +76,9 @@ class TakingPart:
         with contextlib.suppress(RuntimeError):  # torch's error names no ranks
             meeting.wait(keys, timedelta(seconds=self._timeout_s))
             return [meeting.get(one) == b"1" for one in keys]
-        late = [str(rank) for rank, key in enumerate(keys) if not meeting.check([key])]
+        late = [rank for rank, key in enumerate(keys) if not meeting.check([key])]
         raise RanksError(
-            f"rank {self._ranks.rank} of {self._ranks.size}: {what}: rank {', '.join(late)} did not begin a "
+            f"{self._ranks.names}: {what}: {self._ranks.names.of(*late)} did not begin a "
             f"forward, nor ask for it, within {self._timeout_s:.0f} s. Likely cause: it has ended, or its "
             "schedule is another one"
         )

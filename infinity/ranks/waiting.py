@@ -22,9 +22,23 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+
 from infinity.ranks.groups import store
+from infinity.ranks.places import Names
 
 logger = logging.getLogger("infinity")
+
+
+class _Rank(logging.Filter):
+    """Adds this process's rank to every log record, as `rank`."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return True
+
+
+logger.addFilter(_Rank())
 
 TELLS_S = 2.0
 """Seconds after which a wait is posted."""
@@ -66,10 +80,10 @@ def in_one_line(error: Exception) -> str:
 class Waiting:
     """The waits of one rank, on all of its threads; see [Note: late ranks]."""
 
-    def __init__(self, key: str, rank: int, size: int, timeout_s: float) -> None:
-        """key: the prefix of the ranks' keys in the store."""
+    def __init__(self, key: str, rank: int, size: int, timeout_s: float, names: Names) -> None:
+        """key: the prefix of the ranks' keys in the store. names: what messages call them."""
         self._key, self._rank, self._size = f"{key} at", rank, size
-        self._timeout_s, self._told_s = timeout_s, -_APART_S
+        self._timeout_s, self._told_s, self._names = timeout_s, -_APART_S, names
         self._steps = 0
         self._lock = threading.Lock()
         self._waits: list[str] = []
@@ -148,18 +162,19 @@ class Waiting:
                 others = [one.removeprefix("waits ") for one in said]
                 late.append(rank)
                 missing.append(
-                    f"rank {rank} " + (f"waits at {brief(others[0])}" if others else "has not come")
+                    f"{self._names.of(rank)} "
+                    + (f"waits at {brief(others[0])}" if others else "has not come")
                 )
         except Exception as error:
             logger.debug("looking for late ranks", exc_info=error)
         if missing and time.monotonic() - self._told_s > _APART_S:
             self._told_s = time.monotonic()
             logger.warning(
-                "rank %d of %d has waited %.0f s at %s: %s. Likely cause: evaluation, generation or "
+                "%s has waited %.0f s at %s: %s. Likely cause: evaluation, generation or "
                 "state_dict on some ranks alone (`if rank == 0: model(x)`), while others wait in a barrier "
                 "or go on. All ranks have to run what reads parameters. The rank may also be slow: the wait "
                 "goes on, up to the timeout of %.0f s.",
-                *(self._rank, self._size, LOOKS_S, brief(what)),
+                *(self._names, LOOKS_S, brief(what)),
                 "; ".join(missing) + self.steps_of(late),
                 self._timeout_s,
             )

@@ -266,8 +266,8 @@ class Manifest:
 class RankManifest:
     """The part of a manifest from one of the ranks that save together."""
 
-    pieces: Mapping[tuple[str, str], tuple[TensorSpec, TensorPiece | None]]
-    """By (kind, name): type and shape of the whole tensor, and the rank's piece of it, if it has one."""
+    pieces: Mapping[tuple[str, str], tuple[TensorSpec, tuple[TensorPiece, ...]]]
+    """By (kind, name): type and shape of the whole tensor, and the rank's pieces of it."""
     files: Mapping[str, int]
     rng: Mapping[str, Any]
     extra: Any
@@ -276,8 +276,8 @@ class RankManifest:
     def to_json(self) -> bytes:
         """Return its text."""
         rows = [
-            [kind, name, *spec, None if piece is None else _piece_out(piece)]
-            for (kind, name), (spec, piece) in self.pieces.items()
+            [kind, name, *spec, list(map(_piece_out, pieces))]
+            for (kind, name), (spec, pieces) in self.pieces.items()
         ]
         said = {"pieces": rows, "files": dict(self.files), "rng": self.rng, "extra": self.extra}
         said["place"] = astuple(self.place)
@@ -288,8 +288,8 @@ class RankManifest:
         """Read what `to_json` returned."""
         said = json.loads(text)
         pieces = {
-            (kind, name): ((dtype, tuple(shape)), None if piece is None else _piece_in(piece))
-            for kind, name, dtype, shape, piece in said["pieces"]
+            (kind, name): ((dtype, tuple(shape)), tuple(map(_piece_in, pieces)))
+            for kind, name, dtype, shape, pieces in said["pieces"]
         }
         return RankManifest(pieces, said["files"], said["rng"], said["extra"], MeshPlace(*said["place"]))
 
@@ -304,13 +304,13 @@ def joined(ranks: Sequence[RankManifest], said: Mapping[str, Any]) -> Manifest:
     files: dict[str, int] = {}
     for rank, own in enumerate(ranks):
         files.update(own.files)
-        for (kind, name), (spec, piece) in own.pieces.items():
+        for (kind, name), (spec, of_rank) in own.pieces.items():
             if specs.setdefault((kind, name), spec) != spec:
                 before = _spec_text(specs[kind, name])
                 raise CheckpointError(
                     f"{kind} of {name}: {_spec_text(spec)} on rank {rank}, but {before} on an earlier rank"
                 )
-            pieces.setdefault((kind, name), []).extend([] if piece is None else [piece])
+            pieces.setdefault((kind, name), []).extend(of_rank)
     tensors = tuple(
         Tensor(name, kind, *spec, tuple(sorted(pieces[kind, name], key=attrgetter("order"))))
         for (kind, name), spec in specs.items()

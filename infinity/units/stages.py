@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ import xxhash
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.ranks.group import ALONE, Ranks, open_ranks
 from infinity.ranks.mesh import DataOfMesh, MeshRanks, open_mesh, opened
+from infinity.ranks.places import Place, with_stages
 from infinity.ranks.taking_part import TakingPart
 from infinity.units.pipelines import stage_that_runs
 
@@ -126,10 +127,12 @@ class Stages:
         if not self.several:
             return self.everyone
         if self._all is None:
-            mine = json.dumps(list(self.everyone.members)).encode()
+            known = self.everyone.names.places
+            mine = json.dumps([[one, known.get(one, {})] for one in self.everyone.members]).encode()
             rows = self._ranks.each(mine, "find the ranks of all stages")
-            members = sorted({one for row in rows for one in json.loads(row)})
-            self._all = opened(members, self._ranks.device, self._timeout_s)
+            places = {one: place for row in rows for one, place in json.loads(row)}
+            self._all = opened(sorted(places), self._ranks.device, self._timeout_s)
+            self._all.names.lie_at(places)
             self._ranks.closing.append(self._all.close)
         return self._all
 
@@ -196,6 +199,9 @@ def open_with_stages(
             'process_group=mesh["dp"]'
         ) * (others.size < world)
     _keep_open(ranks, others, wrong, durable=durable)
+    dimension = (getattr(process_group, "mesh_dim_names", None) or ["data"])[0]
+    data = {one: {dimension: at} for at, one in enumerate(ranks.members) if ranks.size > 1}
+    _place(data, ranks, others)
     return ranks, Stages(ranks, others, durable=durable, timeout_s=timeout_s)
 
 
@@ -213,7 +219,16 @@ def _open_with_mesh(
         '(mesh["dp", "tp"]), pipeline_group of one rank of each stage (mesh["pp"])'
     ) * (len(both) > 1)
     _keep_open(ranks, others, wrong, durable=durable)
+    _place(of.places, ranks, others, everyone, mesh.ranks)
     return ranks, Stages(everyone, others, durable=durable, mesh=mesh, timeout_s=timeout_s)
+
+
+def _place(places: Mapping[int, Place], ranks: Ranks, others: Ranks, *more: Ranks) -> None:
+    """Note where the ranks of one stage are, `places` but for the stage, and those with the others."""
+    if others.size > 1:
+        places = with_stages(places, others.members[others.rank], others.members)
+    for one in (ranks, others, *more):
+        one.names.lie_at(places)
 
 
 def _keep_open(ranks: Ranks, others: Ranks, wrong: str, *, durable: bool) -> None:

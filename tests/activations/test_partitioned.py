@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import infinity
 from infinity.activations.partitioned import PartitionedBoundaries
-from infinity.errors import RanksError
+from infinity.errors import ConfigError, RanksError
 
 
 class Copies:
@@ -52,3 +53,8 @@ def test_ranks_that_hold_no_copies_are_told_before_anything_is_divided():
     parts = PartitionedBoundaries(Copies(0, 2, copies=False), torch.device("cpu"), None)
     with pytest.raises(RanksError, match=r"\(64, 64\), is not the same on the 2 ranks .*tensor-par"):
         parts.save(torch.ones(64, 64))
+
+
+def test_the_ranks_beside_are_those_of_a_mesh_alone():
+    with pytest.raises(ConfigError, match=r"partition_activations=True\) takes the ranks of a mesh"):
+        infinity.Init(partition_activations=True)

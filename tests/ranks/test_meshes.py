@@ -5,6 +5,7 @@ Losses, weights and moments are compared bit for bit with the same parallel mode
 """
 
 import functools
+import importlib.util
 import json
 
 import pytest
@@ -28,6 +29,10 @@ MORE = [
     "Qwen3, planned, bf16, tight, max_norm",
     "Gemma, planned, fp32, tight, max_norm",
     "Mixtral, planned, fp32, tight, max_norm",
+    "bf16, checkpointed, in parts, tight",
+    "bf16, int8 moments, tight, max_norm",
+    "bf16, int4 moments, tight, accumulated",
+    "fp32, bf16 moments, tight, clip_grad_norm_",
 ]
 DIVIDED = [
     "fp32, tight, max_norm",
@@ -37,14 +42,22 @@ DIVIDED = [
     "bf16, stage 1, max_norm",
     "Llama, planned, bf16, tight, max_norm",
     "Qwen3, planned, fp32, tight, clip_grad_norm_",
+    "fp32, checkpointed, in parts, tight, max_norm",
+    "bf16, int8 moments, tight, max_norm",
+    "fp32, int4 moments, tight",
+    "bf16, bf16 moments, tight, clip_grad_norm_",
 ]
 BOTH = ["wrong", "states", "overflow", "edits", "saves", "durable", "autotp", "megatron"]
+ADAPTED = ["adapters"] if importlib.util.find_spec("peft") else []
+ALONE = ["exported", "reduced by hand", "mesh_param", "fused", *ADAPTED]
 LAUNCHES = {
-    "tp 2": (2, 1, [*EXACT, *BOTH]),
-    "more": (2, 1, [*MORE, "exported", "saved by dcp", "loaded from dcp", "reduced by hand", "mesh_param"]),
-    "dp 2 x tp 2": (4, 2, [*DIVIDED, *BOTH, "saved by dcp", "loaded from dcp"]),
+    "tp 2": (2, 1, [*EXACT, *BOTH, "paths"]),
+    "more": (2, 1, [*MORE, *ALONE, "saved by dcp", "loaded from dcp"]),
+    "dp 2 x tp 2": (4, 2, [*DIVIDED, *BOTH, "saved by dcp", "loaded from dcp", "fused", *ADAPTED, "paths"]),
 }
-"""Ranks, how many of them have different data, and cases of each launch."""
+"""Ranks, how many of them have different data, and cases of each launch; "paths" is the last, as ranks that
+disagree may not meet again.
+"""
 
 pytestmark = [pytest.mark.multi, pytest.mark.disk]
 
@@ -82,6 +95,8 @@ def answers(tmp_path_factory):
 def test_a_parallel_model_trains_bit_for_bit_as_in_memory(answers, launch, case):
     given = answers(launch, case)
     assert [one["different"] for one in given] == [[]] * len(given)
+    assert all(one["in parts"] == ("in parts" in case) for one in given)
+    assert all(one["held"][0] == one["held"][1] for one in given), "layers are those of a rank's own parts"
     if "tight" in case:
         assert min(one["nvme"] for one in given) > 0
 
@@ -163,11 +178,11 @@ def test_a_checkpoint_that_cannot_be_loaded_or_saved_is_refused_on_all_ranks_ali
     ranks, given = LAUNCHES[launch][0], answers(launch, case)
     assert all(one == given[0] for one in given)
     one = given[0]
-    assert "infinity.save: the ranks name different folders: rank 0: " in one["other folders"]
+    assert "infinity.save: the ranks name different folders: rank 0 (" in one["other folders"]
     assert one["left"] == []
-    assert "infinity.load: the ranks name different folders: rank 0: " in one["other folder"]
+    assert "infinity.load: the ranks name different folders: rank 0 (" in one["other folder"]
     assert "the ranks find different manifests of a checkpoint" in one["other manifests"]
-    assert f"rank {ranks - 1}: " in one["other manifests"]
+    assert f"{ranks - 1} (" in one["other manifests"]
     assert one["no checkpoint"].startswith("FileNotFoundError: [Errno 2] there is no such folder")
     assert one["another model"].startswith("CheckpointError: ")
     assert "nothing was loaded" in one["another model"]
@@ -178,7 +193,6 @@ def test_a_checkpoint_that_cannot_be_loaded_or_saved_is_refused_on_all_ranks_ali
     assert "state_dtype='int8' keeps moments in blocks of 256 elements of that part" in one["int8"]
     assert one["int8 of one element"].startswith("UnsupportedError: 0.weight is a DTensor")
     assert one["given"].startswith("UnsupportedError: extra['mine'] is a DTensor")
-    assert one["adapters"].startswith("UnsupportedError: files of adapters: the model is on a mesh")
     assert one["deepspeed"].startswith("UnsupportedError: a checkpoint of DeepSpeed: the model is on a mesh")
 
 
@@ -205,9 +219,9 @@ def test_an_export_that_one_rank_cannot_read_for_fails_at_once_on_all_with_its_r
     said = [one["one rank"] for one in answers(launch, case)]
     assert [left for _, left in said] == [False] * len(said)
     assert said[0][0].startswith(
-        "RanksError: rank 0 of 2: reading model.layers.0.mlp.experts.gate_up_proj fail"
+        "RanksError: rank 0 of 2 (tp=0): reading model.layers.0.mlp.experts.gate_up_pr"
     )
-    assert "rank 1: OSError: the disk of one rank" in said[0][0]
+    assert "rank 1 (tp=1): OSError: the disk of one rank" in said[0][0]
     assert said[1][0] == "OSError: the disk of one rank"
 
 
@@ -263,3 +277,40 @@ def test_a_collective_on_an_offloaded_gradient_is_refused(answers, launch, case)
     for one in answers(launch, case):
         assert "UnsupportedError" in one["error"]
         assert "a collective of torch.distributed on an offloaded gradient" in one["error"]
+
+
+@pytest.mark.parametrize(("launch", "case"), of("fused"))
+def test_fused_weights_of_whose_chunks_ranks_have_parts_are_saved_and_loaded_anywhere(answers, launch, case):
+    for one in answers(launch, case):
+        assert one["wrong"] == []
+        assert one["uneven"].startswith("UnsupportedError: uneven is a DTensor of (6, 4) placed as")
+        assert "_StridedShard whose chunks all ranks divide evenly" in one["uneven"]
+        assert one["load_dcp"].startswith("UnsupportedError: rows is a DTensor placed as")
+
+
+@pytest.mark.parametrize(("launch", "case"), of("adapters"))
+def test_adapters_of_divided_layers_are_saved_whole_and_what_is_not_done_with_them_is_refused_by_name(
+    answers, launch, case
+):
+    for one in answers(launch, case):
+        assert one["divided"] == 2 * len(("q", "down"))
+        assert (one["lost"], one["alone"], one["learnt"]) == ([], [], True)
+        assert "what is given for it an ordinary tensor" in one["loaded"]
+        assert one["merged"].startswith("UnsupportedError: merging adapters: the model is on a mesh")
+        assert not one["left"]
+
+
+@pytest.mark.parametrize(("launch", "case"), of("paths"))
+def test_ranks_that_use_other_modules_are_named_by_their_places_with_the_first_use_that_differs(
+    answers, launch, case
+):
+    for rank, one in enumerate(answers(launch, case)):
+        row = f"dp={rank // 2}, " if LAUNCHES[launch][1] > 1 else ""
+        first = f"{row}tp=0" + (", rank 2 of the world" if rank > 1 else "")
+        assert f"are about to do different things: rank 0 ({first}): use 2 of a" in one["tensor"]
+        assert "use 2 of a step, forward second; rank 1 (" in one["tensor"]
+        assert f"({row}tp=1" in one["tensor"]
+        assert "use 2 of a step, forward third. Likely cause" in one["tensor"]
+        if "data" in one:
+            assert f"rank 0 (dp=0, tp={rank % 2}" in one["data"]
+            assert f"rank 1 (dp=1, tp={rank % 2}, rank {2 + rank % 2} of the world): " in one["data"]

@@ -38,15 +38,30 @@ DIVIDED = [
 ]
 DEEP = ["1f1b, bf16, tight, max_norm", "zero bubble, bf16, tight, clip_grad_norm_", "zbv, fp32, max_norm"]
 OTHERS = ["unnamed", "wrong", "resumed", "overflow", "shared", "forgotten", "disagreeing", "default device"]
+EVALUATED = [
+    f"evaluated {kind}, {dtype}"
+    for kind, dtype in (
+        ("gpipe", "fp32"),
+        ("1f1b", "bf16"),
+        ("interleaved", "bf16"),
+        ("looped", "fp32"),
+        ("zero bubble", "fp32"),
+        ("dual pipe", "fp32"),
+    )
+]
 ASSIGNED = ["assigned", "assigned one by one"]
 FROZEN = ["frozen first", "frozen last"]
 TOGETHER = ["together", "together unlike"]
 LAUNCHES = {
-    "two ranks": (2, 1, [*EXACT, *OTHERS, *ASSIGNED, *FROZEN, *TOGETHER]),
-    "more": (2, 1, [*MORE, "resumed zero bubble"]),
+    "two ranks": (2, 1, [*EXACT, *OTHERS, *ASSIGNED, *FROZEN, *TOGETHER, *EVALUATED[1:2]]),
+    "more": (2, 1, [*MORE, "resumed zero bubble", *EVALUATED]),
     "dying": (2, 1, ["dying"]),
     "at once": (2, 1, ["at once"]),
-    "two stages of two ranks": (4, 2, [*DIVIDED, "resumed", "shared", *FROZEN, "divided"]),
+    "two stages of two ranks": (
+        4,
+        2,
+        [*DIVIDED, "resumed", "shared", *FROZEN, *EVALUATED[:3], "other paths", "divided"],
+    ),
     "four ranks": (4, 1, DEEP),
 }
 """Ranks, ranks that share a stage, and cases of each launch. A rank that raises amid a schedule ends it."""
@@ -57,7 +72,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.disk]
 def of(launch):
     """Return the cases of a launch that train, as parameters."""
     marks = [] if launch == "two ranks" else [pytest.mark.slow]
-    trained = [one for one in LAUNCHES[launch][2] if ", " in one]
+    trained = [one for one in LAUNCHES[launch][2] if ", " in one and one not in EVALUATED]
     return [pytest.param(launch, case, id=f"{launch}-{case}", marks=marks) for case in trained]
 
 
@@ -135,7 +150,7 @@ def test_what_does_not_fit_a_pipeline_is_refused_by_name_on_all_ranks(answers):
         in second["empty"]
     )
     assert "RanksError" in first["empty"]
-    assert "rank 1: ConfigError: stage 1 of 2" in first["empty"]
+    assert "rank 1 (stage 1): ConfigError: stage 1 of 2" in first["empty"]
     for one in (first, second):
         assert one["durable"].startswith("ConfigError: durable=True with a pipeline")
         assert "have ranks [0, 1] in common" in one["one group"]
@@ -148,7 +163,8 @@ def test_an_error_while_a_rank_builds_is_told_to_those_that_wait_for_it(answers,
     first, second = answers("two ranks", "wrong")
     assert second[case] == "KeyError: 'no weights'"
     assert "RanksError" in first[case]
-    assert "rank 1: KeyError: 'no weights'" in first[case]
+    where = " (stage 1)" if case == "other stage" else ""
+    assert f"rank 1{where}: KeyError: 'no weights'" in first[case]
 
 
 def test_ranks_that_build_different_models_in_one_group_are_told_of_stages(answers):
@@ -169,6 +185,9 @@ def test_stages_in_one_folder_may_lack_an_optimizer_or_parameters_of_a_group_and
     given = answers("two ranks", "together unlike")
     assert [one["frozen"] for one in given] == [None, 3.0]
     assert all("builtins.object, which a checkpoint cannot hold" in one["error"] for one in given)
+    assert [one["alike"] for one in given] == ["no error"] * 2
+    differ = "CheckpointError: the tensors of stages in 'mine' of param group 0 differ"
+    assert all(one["tensors"].startswith(differ) for one in given)
     assert all(one["soon"] for one in given)
 
 
@@ -186,8 +205,8 @@ def test_stages_on_one_machine_divide_its_memory_and_drives(answers):
 @pytest.mark.slow
 def test_a_rank_that_dies_is_named_where_stages_meet(answers):
     (left,) = answers("dying", "dying")
-    assert "RanksError: rank 0 of 2: the norm of the gradients over all stages failed" in left["error"]
-    assert "rank 1 did not answer" in left["error"]
+    assert "RanksError: rank 0 of 2 (stage 0): the norm of the gradients over all" in left["error"]
+    assert "rank 1 (stage 1) did not answer" in left["error"]
 
 
 @pytest.mark.parametrize("case", ASSIGNED)
@@ -199,7 +218,7 @@ def test_clipping_refuses_gradients_of_which_other_stages_would_not_know(answers
 
 def test_stages_that_ask_for_different_things_are_told(answers):
     for one in answers("two ranks", "disagreeing"):
-        assert "rank 0: loss scaling over all stages; rank 1: clip_grad_norm_ over all" in one["error"]
+        assert "rank 0 (stage 0): loss scaling over all stages; rank 1 (stage 1): clip_gr" in one["error"]
 
 
 def test_schedules_without_bubbles_train_under_a_default_device(answers):
@@ -228,3 +247,36 @@ def test_schedules_without_bubbles_are_refused_where_ranks_share_a_stage(answers
 @pytest.mark.slow
 def test_every_stage_of_a_schedule_without_bubbles_goes_on_from_a_checkpoint(answers):
     assert [one["different"] for one in answers("more", "resumed zero bubble")] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("launch", "case"),
+    [
+        pytest.param(
+            launch, case, id=f"{launch}-{case}", marks=[] if launch == "two ranks" else pytest.mark.slow
+        )
+        for launch in LAUNCHES
+        for case in LAUNCHES[launch][2]
+        if case in EVALUATED
+    ],
+)
+def test_evaluations_by_a_schedule_change_no_bit_of_the_training_and_have_those_in_memory(
+    answers, launch, case
+):
+    for one in answers(launch, case):
+        assert one["different"] == []
+        assert one["nothing"] == []
+        here, in_memory = one["evaluated"]
+        assert here == in_memory
+        assert len(here) == 4 * 2 * 4, "before each of three steps and behind them, with graphs and without"
+        assert one["nvme"] > 0
+
+
+@pytest.mark.slow
+def test_ranks_of_a_stage_that_do_different_things_are_named_by_stage_and_dimension(answers):
+    given = [one["error"] for one in answers("two stages of two ranks", "other paths")]
+    assert given[::2] == ["", ""], "the ranks of the other stage are told nothing, and wait for nothing"
+    for text in given[1::2]:
+        assert text.startswith("RanksError: the ranks are about to do different things: rank 0 (")
+        assert "rank 0 (data=0, stage 1, rank 1 of the world): " in text
+        assert "; rank 1 (data=1, stage 1, rank 3 of the world): " in text

@@ -25,11 +25,16 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from answers import answer_all
+from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import recipe as reference
+from infinity.reference.moments import widened
+from mesh_adapters import adapted
 from mesh_deepspeed import DEEPSPEED
 from mesh_edits import edits
+from mesh_fused import fused
 from mesh_kinds import KINDS, VOCABULARY, WIDTH, by_plan, from_transformers
+from mesh_paths import paths
 from mesh_saves import durable, exported, loaded_from_dcp, saves
 
 TOKENS, BATCH = 7, 2
@@ -264,14 +269,17 @@ def compare(place, *options, dtype="fp32", max_norm=None, clip=None):
     """Train the parallel model in memory, and the same offloaded; return what differs."""
     accumulated = 2 if "accumulated" in options else 1
     settings = {"lr": 0.01, "weight_decay": 0.1, "max_norm": max_norm}
+    small = next((one.split()[0] for one in options if one.endswith(" moments")), "fp32")
     same = "Qwen3" in options or place.data.size() > 1  # else the reference is transformers' own
     plain = made(place, *(one for one in options if same or one != "planned"))
-    other = ParallelReference(place, plain, COMPUTES[dtype], **settings)
+    other = ParallelReference(place, plain, COMPUTES[dtype], state_dtype=small, **settings)
     clips = clip and partial(other.clip, clip)
     losses, norms = train(place, plain, other, clip=clips, accumulated=accumulated)
 
     stage = {"stage": 1} if "stage 1" in options else {}
     stage |= {"experts": "whole"} if "Mixtral" in options else {}
+    stage |= {"state_dtype": small}
+    stage |= {"partition_activations": True} if "in parts" in options else {}
     model = offloaded(
         place, *options, dtype=dtype, host_memory=TIGHT if "tight" in options else WIDE, **stage
     )
@@ -287,7 +295,7 @@ def compare(place, *options, dtype="fp32", max_norm=None, clip=None):
             look(place, model, grads="in the backward" not in options)
 
     ours, own = train(place, model, mine, clip=clips, accumulated=accumulated, between=between)
-    expected = {name: local(one) for name, one in plain.named_parameters()}
+    expected, engine = {name: local(one) for name, one in plain.named_parameters()}, engine_of_model(model)
     actual = model.state_dict()
     different = [name for name, one in expected.items() if not torch.equal(one, local(actual[name]))]
     kinds = [name for name, one in plain.named_parameters() if isinstance(one, DTensor)]
@@ -298,13 +306,20 @@ def compare(place, *options, dtype="fp32", max_norm=None, clip=None):
     for number, part in enumerate(other.param_groups[0]["params"]) if "frozen" not in options else ():
         different += [
             f"{key} of {number}"
-            for key in ("exp_avg", "exp_avg_sq")
-            if not torch.equal(other.state[part][key], local(moments[number][key]))
+            for key, expected_one in zip(
+                ("exp_avg", "exp_avg_sq"), widened(other.state[part], small), strict=True
+            )
+            if not torch.equal(expected_one, local(moments[number][key]).float())
         ]
     return {
         "different": different + [f"loss {losses} {ours}"] * (losses != ours),
         "norms": [mine.grad_norm, other.last_norm] if max_norm else own,
         "norms differ": max((abs(one / two - 1) for one, two in zip(own, norms, strict=True)), default=0),
+        "in parts": engine.parts is not None,
+        "held": [
+            sum(one.numel for unit in engine.units for one in unit.layout.segments),
+            sum(local(one).numel() for one in plain.parameters()),
+        ],
         "nvme": infinity.stats(model).nvme_written_nbytes,
     }
 
@@ -551,6 +566,9 @@ SPECIAL = {
     "exported": lambda place: exported(place, sys.modules[__name__]),
     "saves": lambda place: saves(place, sys.modules[__name__]),
     "edits": edits,
+    "paths": paths,
+    "fused": lambda place: fused(place, sys.modules[__name__]),
+    "adapters": lambda place: adapted(place, sys.modules[__name__]),
     "reduced by hand": reduced_by_hand,
     "saved by dcp": saved_by_dcp,
     "wrong": wrong,

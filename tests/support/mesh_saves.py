@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import infinity
 from infinity.checkpoint.deepspeed_files import load_deepspeed
-from infinity.checkpoint.peft import save_adapters
 from infinity.engine.engine import engine_of, engine_of_model
 from infinity.tensors import as_bytes, local
 from mesh_edits import error_of
@@ -337,7 +336,6 @@ def refusals(one, model, optimizer, folder):
         "int8 of one element": error_of(lambda: one_element_in_int8(one, folder)),
         "given": error_of(lambda: given_distributed(one, model, folder)),
         "int8": error_of(lambda: saved_in_int8(one, folder)),
-        "adapters": error_of(lambda: save_adapters(model, folder, "hi")),
         "deepspeed": error_of(lambda: load_deepspeed(model, None, folder)),
         "other folders": error_of(lambda: infinity.save(model, optimizer, f"{folder}-by-{rank}")),
         "other folder": error_of(

@@ -31,6 +31,7 @@ from answers import answer_all
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import recipe as reference
+from pipeline_evals import evaluated, other_paths
 from stages_together import together_unlike
 
 VOCABULARY, WIDTH, TOKENS, BATCH, PARTS = 61, 64, 7, 8, 4
@@ -567,13 +568,17 @@ OTHERS = {
     "assigned one by one": partial(assigned, foreach=False),
     "disagreeing": disagreeing,
     "default device": with_default_device,
+    "other paths": lambda place: other_paths(place, sys.modules[__name__]),
 }
 
 
 def run(place, name):
-    """Do a case: one of OTHERS, or KIND, DTYPE and further options."""
+    """Do a case: one of OTHERS, or KIND, DTYPE and further options, or evaluated KIND, DTYPE."""
     if name in OTHERS:
         return OTHERS[name](place)
+    if name.startswith("evaluated "):
+        kind, dtype = name.removeprefix("evaluated ").split(", ")
+        return evaluated(place, sys.modules[__name__], kind=kind, dtype=dtype)
     kind, dtype, *options = name.split(", ")
     return compare(
         place,

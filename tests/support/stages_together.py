@@ -45,8 +45,10 @@ def together_unlike(place, *, refused):
     infinity.save(stages, optimizer, folder / "interleaved")
     whole = built(*range(4), process_group=alone)
     infinity.load(whole, infinity.AdamW(whole.parameters()), folder / "interleaved")
-    if place.rank == 1:
-        optimizer.param_groups[0]["mine"] = object()
+    for name, value in (("alike", 5.0), ("tensors", 5.0 + place.rank)):
+        optimizer.param_groups[0]["mine"] = torch.tensor(value)
+        found[name] = refused(lambda name=name: infinity.save(stages, optimizer, folder / name))
+    optimizer.param_groups[0]["mine"] = object() if place.rank == 1 else None
     begun = time.monotonic()
     found["error"] = refused(lambda: infinity.save(stages, optimizer, folder / "wrong"))
     return found | {"soon": time.monotonic() - begun < 30}

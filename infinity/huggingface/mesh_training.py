@@ -1,0 +1,167 @@
+"""A Trainer of a model whose weights are divided over a mesh (DTensors).
+
+[Note: ranks that count as one]
+To the Trainer every process has batches of its own. Here the ranks beside each other, which have parts of the
+same weights, are given the same batches, by the sampler that Accelerate has made: it shares them among the
+ranks that have different data. So steps, epochs, learning rates and the labels that a loss is divided by are
+those of a training with one rank in the place of each row. What an evaluation gathers from all ranks is kept
+from one of each row. Weights of a checkpoint are loaded from the files of infinity.save, by all ranks, and
+not from the whole tensors that the Trainer reads.
+
+Accelerate's own way, ParallelismConfig(tp_size=...), puts other tensors into the parameters (param.data),
+which are on NVMe here, and is refused by it on CPUs; from_pretrained(distributed_config=...) asks for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint import generators
+from infinity.checkpoint.save_load import load
+from infinity.engine.engine import Engine, engine_of, engine_of_model
+from infinity.errors import UnsupportedError
+from infinity.huggingface.running_trainer import made_trainer, running_trainer
+from infinity.huggingface.shared_batches import share_batches
+from infinity.huggingface.trainer_setup import FOLDER
+
+_CURE = (
+    "Build, or load, the model inside infinity.Init(mesh=mesh, data=...), and divide it by "
+    'infinity.huggingface.tensor_parallel(model, mesh["tp"]): the Trainer needs no setting for it'
+)
+
+
+def train_on_mesh(model: nn.Module, args: Any) -> None:
+    """Let the Trainer that is being made train `model`, where its weights are divided over a mesh.
+
+    Raises: UnsupportedError for Accelerate's own way of it, and for settings that do not go with a mesh.
+    """
+    trainer: Any = made_trainer()
+    for asked in (args, getattr(trainer, "accelerator", None)):
+        size = getattr(getattr(asked, "parallelism_config", None), "tp_size", None) or 1
+        if size > 1:
+            raise UnsupportedError(
+                f"ParallelismConfig(tp_size={size}), which from_pretrained(distributed_config=...) asks for: "
+                f"Accelerate puts tensors of its own into the parameters. {_CURE}"
+            )
+    if not _is_divided(model):
+        return
+    for name, wanted, why in (
+        ("eval_use_gather_object", args.eval_use_gather_object, "objects are not counted once for a row"),
+        (
+            "save_only_model",
+            args.save_only_model and args.load_best_model_at_end,
+            "with load_best_model_at_end the weights are loaded from the files of infinity.save",
+        ),
+    ):
+        if wanted:
+            raise UnsupportedError(
+                f"TrainingArguments({name}=True) with weights that are divided over a mesh: {why}; leave it "
+                "out"
+            )
+    trained = ((name, one) for name, one in model.named_parameters() if one.requires_grad)
+    ordinary = [name for name, one in trained if engine_of(one) is None]
+    if ordinary or engine_of_model(model).config.sequence_parallel > 1:
+        what = f"{ordinary[0]}, which was not built inside Init," if ordinary else "sequence_parallel"
+        raise UnsupportedError(
+            f"the Trainer with {what} beside weights that are divided over a mesh: not done. Build all that "
+            "trains inside Init, and whole sequences on each rank; or write the loop, as in examples/mesh.py"
+        )
+    if trainer is not None:
+        _MeshTraining(trainer)
+
+
+def check_on_mesh(model: nn.Module) -> None:
+    """See that a training that begins is of a Trainer that was made for a mesh, where the model is on one.
+
+    Raises: UnsupportedError where the Trainer did not have its callback when it was made.
+    """
+    trainer = running_trainer()
+    if trainer is None or not _is_divided(model):
+        return
+    taking = trainer.__dict__.get("get_train_dataloader")
+    if not isinstance(getattr(taking, "__self__", None), _MeshTraining):
+        raise UnsupportedError(
+            "ranks have parts of the same weights, but the Trainer gives each of them other batches: give it "
+            "the callback when it is made, Trainer(..., callbacks=[infinity.huggingface.TrainerCallback()])"
+        )
+
+
+def _is_divided(model: nn.Module) -> bool:
+    return engine_of_model(model).stages.mesh.several
+
+
+class _MeshTraining:
+    """Replaces functions of a Trainer, on that one instance; see [Note: ranks that count as one]."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._usual = trainer.get_train_dataloader, trainer.evaluation_loop
+        trainer.get_train_dataloader = self._train_dataloader
+        trainer.evaluation_loop = self._evaluation_loop
+        trainer.get_tp_size = self._tensor_size
+        trainer._load_from_checkpoint = self._load_checkpoint  # noqa: SLF001 - it has no public way
+        trainer._load_best_model = self._load_best  # noqa: SLF001
+
+    @property
+    def _engine(self) -> Engine:
+        return engine_of_model(self._trainer.model)  # which model_init may have built anew
+
+    def _tensor_size(self) -> int:
+        """Return how many ranks have each batch."""
+        return self._engine.stages.mesh.ranks.size
+
+    def _share(self, loader: Any) -> Any:
+        """Give the ranks beside each other the same batches. Raises: UnsupportedError."""
+        data = self._engine.ranks
+        if not share_batches(loader, data.size, data.rank):
+            raise UnsupportedError(
+                f"ranks have parts of the same weights, and the Trainer's {type(loader).__name__} does not "
+                "share its batches by a sampler of Accelerate's, so that these ranks cannot be given the "
+                "same. Give the Trainer a dataset with a length, or "
+                'TrainingArguments(accelerator_config={"dispatch_batches": False})'
+            )
+        return loader
+
+    def _train_dataloader(self) -> Any:
+        return self._share(self._usual[0]())
+
+    def _evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
+        """Evaluate, or predict."""
+        accelerator = self._trainer.accelerator
+        gather, members, ranks = accelerator.gather, self._engine.ranks.members, accelerator.num_processes
+
+        def of_data(whole: torch.Tensor) -> torch.Tensor:
+            rows = whole.reshape(ranks, -1, *whole.shape[1:])
+            return rows[members].flatten(0, 1)
+
+        def gathered(values: Any) -> Any:
+            from accelerate.utils import recursively_apply
+
+            return recursively_apply(of_data, gather(values))
+
+        accelerator.gather = gathered
+        try:
+            return self._usual[1](self._share(dataloader), *args, **options)
+        finally:
+            del accelerator.gather
+
+    def _load_checkpoint(self, resume_from_checkpoint: str, *_more: Any, **_options: Any) -> None:
+        """Load the weights of a checkpoint of the Trainer."""
+        place = Path(resume_from_checkpoint) / FOLDER
+        if not place.is_dir():
+            raise UnsupportedError(
+                f"{resume_from_checkpoint} has no folder {FOLDER!r}, from which weights that are divided "
+                "over a mesh are loaded: it was saved with save_only_model, or without the TrainerCallback. "
+                "Load its weights by from_pretrained, inside Init, and begin anew"
+            )
+        states = generators.capture()  # which the Trainer restores itself
+        load(self._trainer.model, None, place)
+        generators.restore(states)
+
+    def _load_best(self) -> None:
+        """Load the weights of the best checkpoint."""
+        self._load_checkpoint(self._trainer.state.best_model_checkpoint)

@@ -1,0 +1,104 @@
+"""Hugging Face's Trainer over a mesh, whose ranks have parts of the same weights: real processes over gloo.
+
+Trusted: the same parallel model in memory, given the same batches; what the ranks do is in
+mesh_trainer_run.py. Nothing is faked but, in the first test, what Accelerate is asked for.
+"""
+
+import functools
+import json
+from types import SimpleNamespace
+
+import accelerate
+import pytest
+
+import models
+from infinity.errors import UnsupportedError
+from infinity.huggingface.mesh_training import train_on_mesh
+from launches import forked
+from places import SUPPORT
+
+LAUNCHES = {"tp 2": (2, 1), "dp 2 x tp 2": (4, 2)}
+"""Ranks, and how many of them have different data."""
+CASES = ["fp32", "bf16", "resumed", "refused"]
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """Return a function that says what each rank of a launch answers in a case."""
+
+    @functools.cache
+    def all_of(launch):
+        ranks, data = LAUNCHES[launch]
+        folder = tmp_path_factory.mktemp("mesh")
+        forked(ranks, SUPPORT / "mesh_trainer_run.py", folder, data, *CASES)
+        return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+
+    def answer(launch, case):
+        given = [one[case] for one in all_of(launch)]
+        assert [one["trace"] for one in given if "trace" in one] == []
+        return given
+
+    return answer
+
+
+def test_accelerates_own_tensor_parallelism_is_refused_with_what_to_build_instead():
+    asked = SimpleNamespace(parallelism_config=accelerate.ParallelismConfig(tp_size=2))
+    with pytest.raises(UnsupportedError, match=r"Config\(tp_size=2\).*huggingface.tensor_parallel"):
+        train_on_mesh(models.MODELS["llama"](), asked)
+
+
+@slow
+@pytest.mark.multi
+@pytest.mark.disk
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_trainer_trains_bit_for_bit_as_the_parallel_model_in_memory(answers, launch, dtype):
+    given = answers(launch, dtype)
+    for one in given:
+        assert one["different"] == []
+        logged, expected = one["losses"]
+        assert len(logged) == 4
+        assert logged == pytest.approx(expected, rel=1e-3)
+        assert one["norms"] == given[0]["norms"]
+        assert one["nvme"] > 0
+
+
+@slow
+@pytest.mark.multi
+@pytest.mark.disk
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_ranks_beside_each_other_are_given_the_same_batches_and_count_once(answers, launch):
+    for one in answers(launch, "fp32"):
+        assert one["same in a row"]
+        assert one["batches"] == 4 * 2 * LAUNCHES[launch][1]
+        rows, measured, expected = one["rows"]
+        assert rows == 6
+        assert measured == pytest.approx(expected, rel=1e-5)
+
+
+@slow
+@pytest.mark.multi
+@pytest.mark.disk
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_a_training_over_a_mesh_resumes_loads_its_best_and_saves_whole_weights(answers, launch):
+    for one in answers(launch, "resumed"):
+        assert one["different"] == []
+        assert one["best"][0] == one["best"][1]
+        assert one["names"]
+        assert one["shapes"]
+
+
+@slow
+@pytest.mark.multi
+@pytest.mark.disk
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_what_does_not_go_with_a_mesh_is_refused_by_name_on_all_ranks(answers, launch):
+    for one in answers(launch, "refused"):
+        assert "give it the callback when it is made" in one["late"]
+        assert one["ordinary"].startswith("UnsupportedError: the Trainer with own, which was not built")
+        assert one["objects"].startswith("UnsupportedError: TrainingArguments(eval_use_gather_object=True)")
+        assert one["weights alone"].startswith("UnsupportedError: TrainingArguments(save_only_model=True)")
+        assert one["by block"].startswith("UnsupportedError: LlamaForCausalLM is divided among ranks")
+        assert "has no folder 'infinity'" in one["other place"]
