@@ -8,10 +8,11 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from infinity.tiling.grid import Grid, cut, spans
+from infinity.tiling.grid import Grid, cut
 from infinity.tiling.linear import _empty
 from infinity.tiling.owner import Routed
 from infinity.tiling.rows import RowLookup, is_plain_embedding
@@ -113,24 +114,28 @@ class TiledEmbedding(Routed, nn.Embedding):
             raise IndexError(
                 f"ids range from {low} to {high}, but the embedding has {self.num_embeddings} rows"
             )
-        first, rows_of = self.weight.pieces()[0], spans(self.grid.rows)
+        first: Any = self.tiles[0].weight
         out = torch.empty(ids.numel(), self.embedding_dim, dtype=first.dtype, device=first.device)
-        begins = torch.tensor([span.start for span in rows_of], device=ids.device, dtype=ids.dtype)
-        tile_of = torch.bucketize(ids, begins, right=True) - 1
-        needed = list(range(len(self.tiles)))
+        begins = self._begins()
+        tile_of = torch.bucketize(ids, torch.from_numpy(begins).to(ids.device, ids.dtype), right=True) - 1
+        in_order, order = torch.sort(tile_of, stable=True)
+        hit, counts = (one.tolist() for one in torch.unique_consecutive(in_order, return_counts=True))
+        places = {
+            number: slice(stop - count, stop)
+            for number, count, stop in zip(hit, counts, accumulate(counts), strict=True)
+        }
+        needed: Sequence[int] = range(len(self.tiles))
         if self.is_followed:
             # One of them stands for all where nothing is looked up: then, too, there are gradients.
-            needed = self.agreed(tile_of.unique().tolist(), len(self.tiles)) or [0]
+            needed = self.agreed(hit, len(self.tiles)) or [0]
         self.announce(needed)
-        order = torch.sort(tile_of, stable=True).indices
-        counts = torch.bincount(tile_of, minlength=len(self.tiles)).tolist()
-        begin_of = [0, *accumulate(counts)]
         for number in needed:
-            positions, span = order[begin_of[number] : begin_of[number + 1]], rows_of[number]
+            positions, start = order[places.get(number, _NONE)], int(begins[number])
             padding = self.padding_idx
             if padding is not None:
-                padding = padding - span.start if span.start <= padding < span.stop else None
-            looked_up, lookup = ids[positions] - span.start, None
+                padding -= start
+                padding = padding if 0 <= padding < self.grid.rows[number] else None
+            looked_up, lookup = ids[positions] - start, None
             if micro_batch is not None:
                 together = micro_batch * (ids.numel() // max(1, len(input)))
                 counts_of = torch.bincount(positions // max(1, together)).tolist()
@@ -138,6 +143,19 @@ class TiledEmbedding(Routed, nn.Embedding):
             rows = self.tiles[number](looked_up, padding, self.scale_grad_by_freq, self.sparse, lookup)
             out = PlaceRows.apply(out, rows, positions)  # type: ignore[no-untyped-call]
         return out.view(*input.shape, self.embedding_dim)
+
+    def _begins(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return the first row of each tile: they are many, and adding them up takes long."""
+        known = self.__dict__.get("_known_begins")
+        if known is None or known[0] is not self.grid:
+            rows = np.array(self.grid.rows, np.int64)
+            known = self.__dict__["_known_begins"] = self.grid, np.cumsum(rows) - rows
+        begins: np.ndarray[Any, np.dtype[np.int64]] = known[1]
+        return begins
+
+
+_NONE = slice(0)
+"""The places of what a tile without any id is looked up for."""
 
 
 def _in_micro_batches(

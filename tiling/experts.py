@@ -161,6 +161,9 @@ class TiledExperts(Routed):
         """Take the tiles that `wholes` stand for, by the names of the stacks."""
         first = next(iter(wholes.values()))
         self.tiles, self.grid = nn.ModuleList(first.tiles), first.grid
+        # Of many experts, each forward would take longer to count them than to compute with a few.
+        self._begins = [span.start for span in spans(self.grid.rows)]
+        self._tile_of = [number for number, rows in enumerate(self.grid.rows) for _ in range(rows)]
         self._stand_for(wholes)
 
     def view_where(self, is_view: Callable[[torch.Tensor], bool] | None) -> None:
@@ -341,18 +344,17 @@ class TiledExperts(Routed):
         """Yield the experts `hit`, which are in tiles that this process has, with what these compute. hidden:
         of all tokens; None where they are of several ranks.
         """
-        begins, tile_of = [span.start for span in spans(self.grid.rows)], self.tile_numbers()
         by_tile: dict[int, list[int]] = {}
         for expert in hit:
-            by_tile.setdefault(tile_of[expert], []).append(expert)
+            by_tile.setdefault(self._tile_of[expert], []).append(expert)
         self.announce(by_tile, hidden)
         for number, experts in by_tile.items():
-            given = {expert - begins[number]: tokens_of(expert) for expert in experts}
+            given = {expert - self._begins[number]: tokens_of(expert) for expert in experts}
             yield from zip(experts, self.tiles[number](given, compute), strict=True)
 
     def tile_numbers(self) -> list[int]:
         """Return the number of each expert's tile."""
-        return [number for number, rows in enumerate(self.grid.rows) for _ in range(rows)]
+        return list(self._tile_of)
 
     def extra_repr(self) -> str:
         """Describe experts and tiles."""

@@ -14,7 +14,6 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +22,11 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from infinity.autograd.slice_watch import SliceWatch
 from infinity.bench.arguments import positive
 from infinity.bench.findings import Column, Findings, asked, command, run_command
 from infinity.optim.missed import MissedStep, MissedSteps, Slice
+from infinity.optim.with_gradients import WithGradients
 from infinity.records.update_rules import ADAMW
 from infinity.records.updates import MissedUpdates, PendingUpdates
 
@@ -62,17 +63,19 @@ def measured(count: int, options: argparse.Namespace) -> dict[str, Any]:
     stacks: Sequence[list[Slice]] = [slices[at : at + _OF_STACK] for at in range(0, count, _OF_STACK)]
     parameters, steps = [one.parameter for one in units], MissedSteps()
     steps.know(1, lambda: stacks, {})
-    seconds, draw, grad = [], random.Random(0), attrgetter("grad")  # noqa: S311 - no secret
+    watch, finds, groups = SliceWatch(), WithGradients(), [{"params": parameters}]
+    watch.follow(parameters)
+    seconds, draw = [], random.Random(0)  # noqa: S311 - no secret
     for _ in range(options.steps + 1):
         used = draw.sample(units, max(1, int(count * options.used)))
         for one in used:
             one.pending.clear()  # its use has told it, and applied it
             one.parameter.grad = torch.zeros(1)
         began = time.thread_time()
-        having = [
-            one for one, found in zip(parameters, map(grad, parameters), strict=True) if found is not None
-        ]
-        steps.look(set(map(id, having)))
+        for one in used:
+            watch.assigned(one.parameter, "grad")
+        having = [parameter for _, parameter in finds.of(groups, [watch])]
+        steps.look(set(map(id, having)), watch.freezes)
         for _unit in steps.due():
             pass
         steps.note(MissedStep(1.0, 0), lambda _: (ADAMW, _OPTIONS))

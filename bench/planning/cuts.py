@@ -80,7 +80,10 @@ def in_slices(outline: Outline, tokens: int, ranks: int = 1) -> tuple[Outline, s
             each = format_size(_ITEMSIZE * part.numel // experts)
             here = f"{experts // ranks} of a layer's {experts}, {each} each, on every rank"
             what = here if ranks > 1 else f"{experts} of {each} in a layer"
-            told = f"experts: {what}, one by one; {tokens:,} tokens use {used} of them, if none is preferred"
+            told = (
+                f"experts: {what}, one by one; {tokens:,} tokens use {used} of them, if none is preferred; "
+                f"in memory are one and a window, not a layer's {format_size(_ITEMSIZE * part.numel)}"
+            )
     if ranks > 1 and not told:
         raise ConfigError(
             f"expert_parallel={ranks}: {outline.name} has no experts in stacks, and nothing would be "

@@ -190,7 +190,8 @@ def ours(run: Run, room: int) -> PolicyResult:
             ]
             budget = PlacementBudget(0, room - admission.reserve_nbytes, 0)
             placed = revise(placed, candidates, budget).placement
-        leaving = admission.close_step({one: 1 for one, _ in placed}, room - len(placed))
+        kept = np.array(sorted(one for one, _ in placed), np.int64)
+        leaving = admission.close_step(kept, np.ones_like(kept), room - len(placed))
         placed = MappingProxyType({key: tier for key, tier in placed.items() if key[0] not in leaving})
         gone = {one for one in there if (one, "m") not in placed}
         moved += len(gone)

@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from infinity.autograd.hooks import Hooks, graph_task
+from infinity.autograd.slice_watch import SliceWatch
 from infinity.durable.committer import Durable
 from infinity.errors import UnsupportedError
 from infinity.gradients.early import EarlyUpdates
@@ -119,6 +120,7 @@ class Arrivals:
         self._ranks: Ranks | None = None
         self.stacks: list[Sequence[nn.Parameter]] = []
         """The slices of each parameter that is kept in such."""
+        self.slices = SliceWatch()
         self._units = units
         self._unit_of = unit_of
         self._hooks = hooks
@@ -164,6 +166,7 @@ class Arrivals:
         if grad is None:
             return
         self.early.gradient_came()
+        self.slices.assigned(parameter, "grad")
         updater = self.updater(unit)
         if updater is not None and self._durable is not None:
             self._durable.before_change()
@@ -220,6 +223,12 @@ class Arrivals:
                     return cast("Foreseer", optimizer)
                 self._speculation.rest()
         return None
+
+    def assigned(self, parameter: nn.Parameter, name: str, *, by_pipeline: bool) -> None:
+        """See released.Owner."""
+        self.slices.assigned(parameter, name)
+        if by_pipeline:
+            self.take(parameter)
 
     def take(self, parameter: nn.Parameter) -> None:
         """Take in a gradient that torch's pipelining has assigned: see [Note: zero bubbles] in
@@ -327,6 +336,9 @@ class Arrivals:
     def have_slices(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take parameters as slices of one: see [Note: slices that are not used] in engine/routing.py."""
         self.stacks.append(parameters)
+        self.slices.follow(parameters)
+        for one in parameters:
+            self._unit_of(one)[0].release_by(self.slices.look)
 
     def _may_wait(self, unit: Unit) -> bool:
         """Whether a unit's update needs no I/O, and no later use in this backward can add to its gradients.

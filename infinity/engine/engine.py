@@ -529,9 +529,9 @@ class Engine:
             raise UnsupportedError(f"{name}: {advice.PARTITIONED}")
         raise not_resident(parameters[0], operation, name)
 
-    def take_gradient(self, parameter: nn.Parameter) -> None:
+    def assigned(self, parameter: nn.Parameter, name: str, *, by_pipeline: bool) -> None:
         """See released.Owner."""
-        self.arrivals.take(parameter)
+        self.arrivals.assigned(parameter, name, by_pipeline=by_pipeline)
 
     # Steps
 

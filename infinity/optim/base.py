@@ -55,6 +55,7 @@ from infinity.optim.missed import MissedStep, MissedSteps, Slice, most_misses
 from infinity.optim.optimizer_view import ShowingState
 from infinity.optim.ownership import ParameterPlace, check_current, engine_for
 from infinity.optim.turns import TakingTurns
+from infinity.optim.with_gradients import WithGradients
 from infinity.planning.speculation import SpeculationHistory
 from infinity.records.update_rules import Recipe
 from infinity.records.updates import Update
@@ -126,7 +127,7 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
         """What update="delayed" keeps for the next step; None without it."""
         if self.delayed is not None:
             self.track(**{DELAYED: self.delayed})
-        self._missed = MissedSteps()
+        self._missed, self._with_gradients = MissedSteps(), WithGradients()
         self._warned = False
         self.own_nothing()
         super().__init__(params, defaults)
@@ -276,13 +277,8 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
 
     def _having_gradients(self) -> list[tuple[dict[str, Any], nn.Parameter]]:
         """Return the parameters that have a gradient, with their groups: of many slices they are few."""
-        with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
-            return [
-                (group, one)
-                for group in self.param_groups
-                for one, grad in zip(group["params"], map(_grad, group["params"]), strict=True)
-                if grad is not None
-            ]
+        slices = [engine.arrivals.slices for engine in self._engines.values()]
+        return self._with_gradients.of(self.param_groups, slices)
 
     def _begin_to_miss(self, found: set[int]) -> list[Slice]:
         """Return the slices that have gradients of zeros because others of their stacks have some, but for
@@ -291,7 +287,7 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
         engines = list(self._engines.values())
         known = id(self._counts), len(self.mine), *((id(one), len(one.arrivals.stacks)) for one in engines)
         self._missed.know(known, lambda: map(self._slices_of, _stacks(engines)), self._counts)
-        return self._missed.look(found)
+        return self._missed.look(found, tuple(one.arrivals.slices.freezes for one in engines))
 
     def _slices_of(self, stack: Iterable[nn.Parameter]) -> list[Slice]:
         """Return those of a stack's slices that are its own."""
@@ -526,9 +522,6 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
             self.state_assigned(parameter)
             if fields := recipes[number].state:
                 engine.parameters.write(parameter, {field: state[key] for field, key in fields.items()})
-
-
-_grad: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 
 
 def _stacks(engines: Iterable[Engine]) -> Iterable[Sequence[nn.Parameter]]:

@@ -235,6 +235,7 @@ class MissedSteps:
         self._in_use: list[Stack] = []
         self._found: Collection[int] = ()
         self._all_told = True
+        self._frozen_as_of: dict[Stack, Hashable] = {}
 
     def know(
         self,
@@ -246,7 +247,7 @@ class MissedSteps:
         if known == self._known:
             return
         self.tell_all()
-        self._known, self._of, self._stacks = known, {}, []
+        self._known, self._of, self._stacks, self._frozen_as_of = known, {}, [], {}
         for slices in stacks():
             new = [one for one in slices if id(one.parameter) not in self._of]
             if new:
@@ -261,14 +262,16 @@ class MissedSteps:
                 stack.tell_all()
             self._all_told = True
 
-    def look(self, found: Collection[int]) -> list[Slice]:
+    def look(self, found: Collection[int], freezes: Hashable) -> list[Slice]:
         """Return the slices that begin to miss steps, in a step that gives these parameters, by id(),
-        gradients.
+        gradients. freezes: another one where any slice may have been frozen since the last time.
         """
         hit = {self._of.get(one) for one in found}
         self._found, self._in_use = found, [one for one in self._stacks if one in hit]
         for stack in self._in_use:
-            stack.tell_frozen()
+            if self._frozen_as_of.get(stack) != freezes:
+                stack.tell_frozen()
+                self._frozen_as_of[stack] = freezes
         return [one for _, one in self._level()]
 
     def _level(self) -> list[tuple[Stack, Slice]]:

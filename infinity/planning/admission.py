@@ -15,8 +15,9 @@ most 1.8 % of the uses fewer hits than the better of LRU and LFU; 6.7 % where th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import numpy as np
 
+from infinity.planning.densest import Integers
 from infinity.planning.frequency import Frequencies
 
 WAVERING = 0.5
@@ -57,20 +58,23 @@ class Admission:
             return 0
         return min(round(RESERVED * self._average_nbytes / self._weight), self._placed_nbytes // 4)
 
-    def close_step(self, placed: Mapping[int, int], free_nbytes: int) -> list[int]:
-        """Return which slices are to leave, now that a step, or a round, was counted. placed: the bytes of
-        each slice that has a place. free_nbytes: what nothing has.
+    def close_step(self, placed: Integers, nbytes: Integers, free_nbytes: int) -> list[int]:
+        """Return which slices are to leave, now that a step, or a round, was counted. placed: the slices that
+        have a place, and the bytes of each. free_nbytes: what nothing has.
         """
         self._average_nbytes = self._average_nbytes * _KEPT + self._asked_nbytes
         self._weight = self._weight * _KEPT + 1
         self._asked_nbytes = 0
-        self._placed_nbytes = sum(placed.values()) + free_nbytes
+        self._placed_nbytes = int(nbytes.sum()) + free_nbytes
         if free_nbytes > self._placed_nbytes // 2:
             self._lowest = 0.0
             return []
-        least_used, leaving = sorted(placed, key=self._expected.uses), []
-        while least_used and free_nbytes < self.reserve_nbytes:
-            leaving.append(least_used.pop(0))
-            free_nbytes += placed[leaving[-1]]
-        self._lowest = self._expected.uses(least_used[0]) if least_used else 0.0
+        uses, missing_nbytes = self._expected.uses_of_all()[placed], self.reserve_nbytes - free_nbytes
+        if missing_nbytes <= 0:
+            self._lowest = float(uses.min()) if len(placed) else 0.0
+            return []
+        order = np.argsort(uses, kind="stable")
+        count = 1 + int(np.searchsorted(np.cumsum(nbytes[order]), missing_nbytes))
+        self._lowest = float(uses[order[count]]) if count < len(placed) else 0.0
+        leaving: list[int] = placed[order[:count]].tolist()
         return leaving

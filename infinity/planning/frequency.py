@@ -119,6 +119,10 @@ class Frequencies:
         """Return the uses expected per step; 0 before the first step ends, as all of these."""
         return self._uses.of(unit)
 
+    def uses_of_all(self) -> NDArray[np.float64]:
+        """Return `uses` of each unit."""
+        return self._uses.of_all()
+
     def uses_with_another(self, unit: int, less: float) -> float:
         """Return the uses that will be expected when a step is over that uses a unit once more, and each of
         its uses counts so much `less`.

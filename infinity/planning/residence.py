@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
@@ -225,7 +225,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         self._staying: set[_UnitT] = set()
         self._routed: Mapping[_UnitT, bool] = {}
         """See [Note: routed units]; and whether a backward uses them again."""
-        self._announced: deque[_UnitT] = deque()
+        self._announced: OrderedDict[_UnitT, None] = OrderedDict()
         self._charged: dict[_UnitT, None] = {}
         """Units that wait for a use: few, where there are many."""
         self._idle: dict[_UnitT, None] = {}
@@ -267,7 +267,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
 
     def announce(self, units: Iterable[_UnitT]) -> None:
         """Begin the fetches of routed units that are used next, in this order: see [Note: routed units]."""
-        self._announced = deque(units)
+        self._announced = OrderedDict.fromkeys(units)
         for unit in self._announced:
             self._idle.pop(unit, None)
         self.fetch_owed()
@@ -370,8 +370,8 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         """Begin the fetches that were announced, and those that the plan asked for, as far as there is room
         for what waits.
         """
-        while self._announced and self._begin_owed(self._announced[0]):
-            self._announced.popleft()
+        while self._announced and self._begin_owed(next(iter(self._announced))):
+            self._announced.popitem(last=False)
         while self._owed and self._begin_owed(self.units[self._owed[0]]):
             self._owed.popleft()
 

@@ -22,10 +22,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from types import MappingProxyType
+
+import numpy as np
 
 from infinity.lane.lane import StreamLane
 from infinity.lane.passes import LeavePass
@@ -90,12 +92,14 @@ class Pins:
         self._kept = kept
         self._host, self._nvme = stores
         self._tier = tier
-        self._placement: Placement = MappingProxyType({})
+        self._placement: dict[Key, Tier] = {}
+        self._host_nbytes = np.zeros(len(units), np.int64)
+        """What fields that are placed in host memory take there, of each unit."""
         self._gradient_nbytes = 0
         self._to_host: deque[Move] = deque()
         self._admitted: dict[Key, Tier] = {}
         """What has taken free room since the placement was decided."""
-        self._slices: set[int] = set()
+        self._slices = np.zeros(len(units), np.bool_)
         """Units that have asked for some."""
         self._admission = Admission(frequencies)
         self._admission_in_rounds: Admission | None = None
@@ -115,7 +119,7 @@ class Pins:
         weights = [
             Candidate(one.index, "hi", one.record.field_nbytes("hi"), 1.0, 0.0, moves=False) for one in frozen
         ]  # what the device has no room for stays where it is, until the first step is counted
-        self._placement = place(weights, self._budget(0))
+        self._placement = dict(place(weights, self._budget(0)))
         self._lodge(moves=False)
 
     def close_step(self) -> None:
@@ -142,7 +146,9 @@ class Pins:
             return
         if unit.residence.fetch is not None:
             return  # it waits where it computes: nothing is fetched
-        self._slices.add(unit.index)
+        self._slices[unit.index] = True
+        if record.all_in_host:
+            return
         admission = self._admission_in_rounds if self._rounds else self._admission
         lasts = self._steps and record.in_files is None  # what is trained leaves its checkpoint's files
         if admission is None or not (self._rounds or lasts):
@@ -170,19 +176,27 @@ class Pins:
         """Have those slices leave that are used least, as far as newcomers need room: see admission."""
         if not admission.is_asked:
             return
-        placed: dict[int, int] = {}
-        fields = [key for key, tier in self._placement.items() if tier == "host" and key[0] in self._slices]
-        for unit, name in fields:
-            placed[unit] = placed.get(unit, 0) + self._units[unit].record.field_nbytes(name)
-        leaving = set(admission.close_step(placed, max(0, self._free_nbytes())))
-        gone = [key for key in fields if key[0] in leaving]
-        nbytes_of = {key: self._units[key[0]].record.field_nbytes(key[1]) for key in gone}
+        placed = np.flatnonzero(self._slices & (self._host_nbytes > 0))
+        leaving = admission.close_step(placed, self._host_nbytes[placed], max(0, self._free_nbytes()))
+        nbytes_of = {key: nbytes for unit in leaving for key, nbytes in self._in_host(unit).items()}
         self._leave([Move(*key, nbytes, "host", "nvme") for key, nbytes in nbytes_of.items()])
         self._drop(nbytes_of.keys())
 
+    def _in_host(self, unit: int) -> dict[Key, int]:
+        """Return the fields of a unit that are placed in host memory, with what they take."""
+        record = self._units[unit].record
+        keys = [(unit, name) for name in record.schema.fields if self._placement.get((unit, name)) == "host"]
+        return {key: record.field_nbytes(key[1]) for key in keys}
+
+    def _count_in_host(self, units: Iterable[int]) -> None:
+        """Count the bytes of these units anew: where they are placed has changed."""
+        for unit in units:
+            self._host_nbytes[unit] = sum(self._in_host(unit).values())
+
     def _place_admitted(self) -> None:
         if self._admitted:
-            self._placement = MappingProxyType({**self._placement, **self._admitted})
+            self._placement.update(self._admitted)
+            self._count_in_host({unit for unit, _ in self._admitted})
             self._admitted.clear()
 
     def _lodge(self, *, moves: bool) -> None:
@@ -270,10 +284,13 @@ class Pins:
         NVMe, what was packed in host memory is there no more.
         """
         self._place_admitted()
-        placed = {key for key, tier in self._placement.items() if tier == "host"}
+        keys: Iterable[Key] = self._placement
+        if self._nvme is not self._host:  # of many fields, few or none
+            keys = ((unit, "hi") for unit in self._packed)
+        placed = [key for key in keys if self._placement.get(key) == "host"]
         gone = {key for key in placed if self._units[key[0]].record.in_files is None}
-        if self._nvme is not self._host:
-            gone = {key for key in gone if key[1] == "hi" and key[0] in self._packed}
+        if not gone:
+            return
         for move in [one for one in self._to_host if (one.unit, one.field) in gone]:
             self._to_host.remove(move)
             self._kept.set_aside(-move.nbytes)
@@ -281,8 +298,9 @@ class Pins:
         self._drop(gone)
 
     def _drop(self, keys: AbstractSet[Key]) -> None:
-        kept = {key: tier for key, tier in self._placement.items() if key not in keys}
-        self._placement = MappingProxyType(kept)
+        for key in keys:
+            self._placement.pop(key, None)
+        self._count_in_host({unit for unit, _ in keys})
 
     def _in_use_nbytes(self) -> int:
         """Bytes of the share that are held by others: gradients, activations."""
@@ -301,7 +319,8 @@ class Pins:
         if not revision.moves:
             return
         logger.info("placement: %s", revision.reason)
-        self._placement = MappingProxyType({**fixed, **revision.placement})
+        self._placement = {**fixed, **revision.placement}
+        self._count_in_host({move.unit for move in revision.moves})
         if self._tier is not None:
             down = dict.fromkeys(move.unit for move in revision.moves if move.source == "device")
             self._tier.lower([self._units[unit] for unit in down], self._allocate_below)
@@ -370,8 +389,7 @@ class Pins:
         if self._tier is None:
             return
         gone = {unit.index for unit in units}
-        placed = {key: tier for key, tier in self._placement.items() if key[0] not in gone}
-        self._placement = MappingProxyType(placed)
+        self._drop({key for key in self._placement if key[0] in gone})
         self._tier.lower(units, self._allocate_below)
 
     def records_leave_for_good(self) -> None:

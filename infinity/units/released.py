@@ -68,6 +68,8 @@ _METADATA = frozenset(
         "sparse_dim",
     ]
 )
+_ASSIGNED = {"grad": "grad", "requires_grad": "requires_grad", "requires_grad_": "requires_grad"}
+"""Attributes that steps depend on, by what assigns them."""
 _LAYOUT = frozenset({"stride", "is_contiguous", "is_non_overlapping_and_dense", "dim_order"})
 """Questions of how the values lie; a placeholder, whose strides are 0, would answer them wrongly."""
 _LIKE = frozenset(
@@ -90,8 +92,10 @@ class Owner(Protocol):
         what holds them aside for it.
         """
 
-    def take_gradient(self, parameter: nn.Parameter) -> None:
-        """Take in the gradient that torch's pipelining has assigned to `parameter`."""
+    def assigned(self, parameter: nn.Parameter, name: str, *, by_pipeline: bool) -> None:
+        """Hear that "grad", or "requires_grad", of `parameter` was assigned. by_pipeline: it is a gradient
+        that torch's pipelining has assigned, to be taken in.
+        """
 
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -138,7 +142,9 @@ class Guarded(_Base):
                 if caller.f_code is advice.ADDING:
                     _see_optimizer(args[0], caller.f_locals["self"])
                 answer = func(*args, **kwargs)
-            return _taken_in(answer, func, args, caller)
+            if len(args) > 1 or kwargs:
+                _tell_assigned(func, args, caller)
+            return answer
         parameters = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Guarded)]
         operation = _name(func)
         first = args[0] if args else kwargs.get("input")
@@ -210,16 +216,14 @@ def _see_optimizer(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) ->
         raise UnsupportedError(f"a parameter of shape {shape}: {advice.in_place_of(optimizer)}")
 
 
-def _taken_in(answer: Any, func: Callable[..., Any], args: tuple[Any, ...], caller: FrameType) -> Any:
-    """Return `answer`, of a call that is over, having taken in the gradient that torch's pipelining
-    assigned by it.
-    """
-    if len(args) > 1 and _name(func) == "grad" and pipelines.brings_gradients(caller):
-        owner = owner_of(args[0])
-        if owner is not None:
-            with torch._C.DisableTorchFunctionSubclass():
-                owner.take_gradient(args[0])
-    return answer
+def _tell_assigned(func: Callable[..., Any], args: tuple[Any, ...], caller: FrameType) -> None:
+    """Tell a parameter's owner of a call that is over, if it assigned a gradient, or may have frozen it."""
+    name = _ASSIGNED.get(_name(func))
+    owner = None if name is None or not args else owner_of(args[0])
+    if owner is not None and name is not None:
+        by_pipeline = name == "grad" and pipelines.brings_gradients(caller)
+        with torch._C.DisableTorchFunctionSubclass():
+            owner.assigned(args[0], name, by_pipeline=by_pipeline)
 
 
 def brought(parameter: Guarded, operation: str) -> Any:

@@ -193,7 +193,8 @@ class UnitResidency(Residency[Unit, UpdatePass]):
     def _plan(self, course: Course, trace: tuple[Use, ...], sizes: list[int]) -> None:
         hides = [unit.resident_nbytes for unit in self.units]
         self._windows_nbytes[course] = self._ahead.limit_nbytes
-        lodged = tuple(unit.index for unit in self.units if self._is_lodged(unit))
+        on_device = () if self._on_host else self.units
+        lodged = tuple(unit.index for unit in on_device if self._is_lodged(unit))
         course.plan(trace, sizes, self._planned_nbytes(), hides, lodged)
         self.counts.count_plan()
 
@@ -385,8 +386,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
     def _use_routed(self, unit: Unit, phase: Phase) -> None:
         self._routed_uses += not self.in_round
         self._course.frequencies.used(unit.index, kept=unit.residence.waits and not unit.in_place)
-        if unit in self._announced:
-            self._announced.remove(unit)
+        self._announced.pop(unit, None)
         forward = phase is Phase.FORWARD
         if not forward and (needed := self._layers.needed_with(unit)):
             self.announce(needed)

@@ -100,6 +100,7 @@ class Unit:
         """
         self._pending = PendingUpdates()
         self._owed: dict[int, MissedUpdates] = {}
+        self._look: Callable[[list[nn.Parameter]], None] | None = None
 
     @property
     def pending(self) -> PendingUpdates:
@@ -171,6 +172,10 @@ class Unit:
         for parameter, stand_in in zip(self.parameters, placeholders, strict=True):
             release(parameter, stand_in)
             set_changes(parameter, self.changes)
+
+    def release_by(self, look: Callable[[list[nn.Parameter]], None]) -> None:
+        """Have `look` see the parameters each time they are about to be released."""
+        self._look = look
 
     def live_in(self, blocks: Blocks) -> None:
         """Become resident in other blocks than it was opened with, before it has been."""
@@ -345,6 +350,8 @@ class Unit:
     def detach(self) -> None:
         """Put the guard on the parameters; the storage stays as it is."""
         saved = self.saved()
+        if self._look is not None:
+            self._look(self.parameters)
         self.attached = self.aside = False  # first: after an interrupt here all of them are attached again
         self.changes.end()
         if self.distributed:

@@ -193,7 +193,7 @@ def test_slices_of_several_stacks_in_a_unit_miss_the_same_steps_though_they_are_
     steps = MissedSteps()
     steps.know(1, lambda: [sliced(used, unused), sliced(used, unused, index=1)], counts)
     for number in range(4):
-        begin = steps.look(set(map(id, used.parameters)))
+        begin = steps.look(set(map(id, used.parameters)), 0)
         assert [(one.unit, one.at) for one in begin] == ([] if number else [(unused, 0), (unused, 1)])
         if number == 2:
             assert unused.pending[0].misses == 2
@@ -207,9 +207,9 @@ def test_other_stacks_than_before_are_followed_from_then_on_and_the_former_are_t
     steps = MissedSteps()
     for known in (1, 2):
         steps.know(known, lambda: [sliced(one, other)], counts)
-        assert [slice_.unit for slice_ in steps.look({id(one.parameters[0])})] == [other]
+        assert [slice_.unit for slice_ in steps.look({id(one.parameters[0])}, 0)] == [other]
         steps.note(MissedStep(1.0, 0), lambda _: (ADAMW, OPTIONS))
     assert counts[other.parameters[0]] == {"step": 1}
     steps.tell_all()
     assert (counts[other.parameters[0]], other.told[0].misses) == ({"step": 2}, 2)
-    assert steps.look({0}) == []
+    assert steps.look({0}, 0) == []

@@ -113,6 +113,10 @@ class Model:
     def close_step(self):
         self.frequencies.close_step()
         self.pins.close_step()
+        placed = [0] * len(self.units)
+        for (index, name), tier in self.pins._placement.items():
+            placed[index] += self.units[index].record.field_nbytes(name) if tier == "host" else 0
+        assert self.pins._host_nbytes.tolist() == placed
 
     def targets(self):
         return {(unit.index, name) for unit in self.units for name in unit.record.targets}

@@ -1,0 +1,202 @@
+"""What finding the slices that a step needs takes of it: counting uses, choosing what stays in memory, noting
+what the others miss, asking which have gradients.
+
+    python -m infinity.bench.engine.lookups --nvme DIR --slices 100000
+
+A real engine trains embeddings in blocks of rows, each a slice with a record of its own on NVMe; a step uses
+some of them, by Zipf's law. The seconds are those of the computing thread in the functions that are named in
+`LOOKED_UP`, without what these begin (fetches, writes); the step's are the wall clock's. 100,000 slices take
+some minutes to build, and 2 GB on the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+import infinity
+from infinity.autograd.slice_watch import SliceWatch
+from infinity.bench.arguments import positive, some_size
+from infinity.bench.findings import Column, Findings, asked, command, run_command
+from infinity.bench.targets import Target
+from infinity.optim.base import OffloadedOptimizer
+from infinity.optim.missed import MissedSteps
+from infinity.planning.course import Course
+from infinity.planning.frequency import Frequencies
+from infinity.tiling import TiledEmbedding
+from infinity.units.pinning import Pins
+from infinity.units.residency import UnitResidency
+from infinity.units.routed_layers import RoutedLayers
+
+_OF_STACK = 1000
+_ROWS, _COLUMNS = 16, 64
+"""Of a slice: 2 KiB as it computes, a block of 4 KiB for each field."""
+_SETTLING = 3
+_GOAL = Target("≤", 1.0, "% of a step")
+
+LOOKED_UP: Sequence[tuple[type[Any], str]] = (
+    (Frequencies, "used"),
+    (Frequencies, "updated"),
+    (Frequencies, "close_step"),
+    (Pins, "admit"),
+    (Pins, "close_step"),
+    (Course, "is_stale"),
+    (UnitResidency, "_fetched_sizes"),
+    (OffloadedOptimizer, "_having_gradients"),
+    (OffloadedOptimizer, "_begin_to_miss"),
+    (OffloadedOptimizer, "_note_missed"),
+    (MissedSteps, "due"),
+    (RoutedLayers, "announced"),
+    (RoutedLayers, "needed_with"),
+    (SliceWatch, "assigned"),
+    (SliceWatch, "look"),
+)
+_BEGUN: Sequence[tuple[type[Any], str]] = ((Pins, "_leave"), (Pins, "_take"))
+"""What these begin, and what is therefore not counted: writes, and memory that is allocated."""
+
+
+class Watch:
+    """Adds up the seconds of this thread in some functions, each second once."""
+
+    def __init__(self) -> None:
+        """None so far."""
+        self.seconds: dict[str, float] = {}
+        self._within: list[str | None] = []
+        self._since = 0.0
+
+    def _turn(self, now: float) -> None:
+        inside = self._within[-1] if self._within else None
+        if inside is not None:
+            self.seconds[inside] = self.seconds.get(inside, 0.0) + now - self._since
+        self._since = now
+
+    def timed(self, call: Callable[..., Any], name: str | None) -> Callable[..., Any]:
+        """Return `call`, whose seconds are counted under `name`; not at all, where that is None."""
+
+        @wraps(call)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._turn(time.thread_time())
+            self._within.append(name)
+            try:
+                result = call(*args, **kwargs)
+                return list(result) if inspect.isgenerator(result) else result  # which looks as it yields
+            finally:
+                self._turn(time.thread_time())
+                self._within.pop()
+
+        return timed
+
+
+@contextmanager
+def watched() -> Iterator[Watch]:
+    """Count the seconds of all functions that look things up, until this ends."""
+    watch = Watch()
+    before = [(kind, name, getattr(kind, name)) for kind, name in (*LOOKED_UP, *_BEGUN)]
+    for kind, name, call in before:
+        where = None if (kind, name) in _BEGUN else f"{kind.__name__}.{name}"
+        setattr(kind, name, watch.timed(call, where))
+    try:
+        yield watch
+    finally:
+        for kind, name, call in before:
+            setattr(kind, name, call)
+
+
+class _Looked(nn.Module):
+    """Embeddings of so many blocks of rows, whose rows are added up."""
+
+    def __init__(self, slices: int) -> None:
+        super().__init__()
+        counts = [min(_OF_STACK, slices - begin) for begin in range(0, slices, _OF_STACK)]
+        self.tables = nn.ModuleList(
+            TiledEmbedding(count * _ROWS, _COLUMNS, row_tiles=[_ROWS] * count) for count in counts
+        )
+
+    def forward(self, slices: torch.Tensor) -> torch.Tensor:
+        """Return a loss of these slices, of each one row."""
+        total = torch.zeros(())
+        for number, table in enumerate(self.tables):
+            own = slices[slices // _OF_STACK == number] % _OF_STACK
+            total = total + table(own * _ROWS).float().square().sum()
+        return total
+
+
+def measured(slices: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return the seconds of steps with so many slices, and those of looking them up."""
+    random = torch.Generator().manual_seed(0)
+    popular = torch.arange(1, slices + 1, dtype=torch.float64) ** -1.0
+    popular = popular[torch.randperm(slices, generator=random)]
+    (folder / str(slices)).mkdir()
+    count = max(1, int(slices * options.used))
+    steps, looked, by_name = [], [], {}
+    with watched() as watch:  # an engine keeps some of these functions from the start
+        with infinity.Init(nvme=str(folder / str(slices)), host_memory=options.host_memory):
+            model = _Looked(slices)
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-4)
+        for step in range(_SETTLING + options.steps):
+            some = torch.multinomial(popular, count, generator=random)
+            watch.seconds.clear()
+            began = time.perf_counter()
+            model(some).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step >= _SETTLING:
+                steps.append(time.perf_counter() - began)
+                looked.append(sum(watch.seconds.values()))
+                by_name = dict(watch.seconds)
+    share = 100 * sum(looked) / sum(steps)
+    row = {"slices": slices, "used": count, "step": statistics.median(steps), "share": share}
+    return {**row, "looking": sum(looked) / len(looked), "last": by_name}
+
+
+def _measure(options: argparse.Namespace, folder: Path, console: Console) -> Findings:
+    with console.status("building and training"):
+        rows = [measured(slices, options, folder) for slices in options.slices]
+
+    def milliseconds(seconds: float) -> str:
+        return f"{1e3 * seconds:.2f} ms"
+
+    lines = []
+    for row in rows:
+        last = sorted(row["last"].items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in last[:6])
+        lines.append(f"{row['slices']:,} slices: {_GOAL.verdict([row['share']])}; the last step: {parts}")
+    return Findings(
+        title="Looking slices up, in a step",
+        rows=rows,
+        columns=[
+            Column("slices", "slices"),
+            Column("used", "used"),
+            Column("step", "step", milliseconds),
+            Column("looking", "looking up", milliseconds),
+            Column("share", "share", lambda share: f"{share:.2f} %"),
+        ],
+        verdicts=lines,
+        options=asked(options),
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, and show."""
+    parser = command("engine.lookups", "what looking slices up takes of a step")
+    add = parser.add_argument
+    add("--slices", type=positive, nargs="+", default=[10_000], metavar="N", help="how many; 10000")
+    add("--used", type=float, default=0.02, metavar="SHARE", help="that a step uses; 0.02")
+    add("--host-memory", type=some_size, default=256 << 20, metavar="SIZE", help="256MiB")
+    add("--steps", type=positive, default=12, metavar="N", help="measured; 12")
+    run_command(parser, arguments, _measure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Which parameters of an optimizer have a gradient, without asking each of many slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.autograd.slice_watch import SliceWatch
+
+_grad: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
+
+
+class WithGradients:
+    """Finds them in the param groups of one optimizer; see [Note: slices that are asked] in
+    autograd/slice_watch.py.
+    """
+
+    def __init__(self) -> None:
+        """Know no groups."""
+        self._lists: list[tuple[list[nn.Parameter], int]] = []
+        """The list of each group, and how long it was."""
+        self._watched: list[tuple[SliceWatch, int]] = []
+        self._others: list[tuple[list[int], list[nn.Parameter]]] = []
+        """Of each group what is no slice, after its place in the order of all parameters."""
+        self._slices: dict[int, tuple[int, int]] = {}
+        """Place and group of each slice, by its id()."""
+
+    def of(
+        self, groups: Sequence[dict[str, Any]], watches: Sequence[SliceWatch]
+    ) -> list[tuple[dict[str, Any], nn.Parameter]]:
+        """Return the parameters that have a gradient, with their groups, in order. watches: of all slices."""
+        self._sort(groups, watches)
+        having = []
+        with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
+            for number, (places, others) in enumerate(self._others):
+                each = zip(places, others, map(_grad, others), strict=True)
+                having += [(place, number, one) for place, one, grad in each if grad is not None]
+        for watch in watches:
+            for one in watch.with_gradients():
+                found = self._slices.get(id(one))
+                if found is not None:
+                    having.append((*found, one))
+        having.sort(key=itemgetter(0))
+        return [(groups[number], one) for _, number, one in having]
+
+    def _sort(self, groups: Sequence[dict[str, Any]], watches: Sequence[SliceWatch]) -> None:
+        """Tell slices from the others, where either have changed."""
+        lists = [group["params"] for group in groups]
+        same = len(lists) == len(self._lists) and all(
+            one is before and len(one) == count
+            for one, (before, count) in zip(lists, self._lists, strict=True)
+        )
+        if same and self._watched == [(one, len(one)) for one in watches]:
+            return
+        self._others, self._slices, place = [], {}, 0
+        for number, one_list in enumerate(lists):
+            places: list[int] = []
+            others: list[nn.Parameter] = []
+            for one in one_list:
+                if any(one in watch for watch in watches):
+                    self._slices[id(one)] = place, number
+                else:
+                    places.append(place)
+                    others.append(one)
+                place += 1
+            self._others.append((places, others))
+        self._lists = [(one, len(one)) for one in lists]
+        self._watched = [(one, len(one)) for one in watches]

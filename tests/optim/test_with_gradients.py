@@ -1,0 +1,62 @@
+"""Which parameters of param groups have gradients. Trusted: torch's parameters. Faked: engines."""
+
+import torch
+from torch import nn
+
+from infinity.autograd.slice_watch import SliceWatch
+from infinity.optim.with_gradients import WithGradients
+
+
+def parameters(count):
+    return [nn.Parameter(torch.zeros(1)) for _ in range(count)]
+
+
+def give(watch, *some):
+    for one in some:
+        one.grad = torch.ones(1)
+        watch.assigned(one, "grad")
+
+
+def places(found, groups):
+    """Return the group and the place in it of each parameter that was found."""
+    numbers = {
+        id(one): (number, at) for number, group in enumerate(groups) for at, one in enumerate(group["params"])
+    }
+    assert all(group is groups[numbers[id(one)][0]] for group, one in found)
+    return [numbers[id(one)] for _, one in found]
+
+
+def test_slices_and_others_come_in_the_order_of_the_groups():
+    first, second = parameters(4), parameters(3)
+    groups, watch, finds = [{"params": first}, {"params": second}], SliceWatch(), WithGradients()
+    watch.follow([first[1], first[2], second[0]])
+    assert finds.of(groups, [watch]) == []
+    give(watch, second[2], second[0], first[3], first[2], first[0])
+    assert places(finds.of(groups, [watch]), groups) == [(0, 0), (0, 2), (0, 3), (1, 0), (1, 2)]
+    first[2].grad = first[3].grad = None
+    assert places(finds.of(groups, [watch]), groups) == [(0, 0), (1, 0), (1, 2)]
+
+
+def test_slices_of_other_optimizers_are_left_to_these():
+    mine, others, watch = parameters(2), parameters(2), SliceWatch()
+    watch.follow([*mine, *others])
+    give(watch, mine[1], others[0])
+    groups = [{"params": mine}]
+    for _ in range(2):
+        assert places(WithGradients().of(groups, [watch]), groups) == [(0, 1)]
+
+
+def test_groups_parameters_and_slices_that_come_later_are_seen():
+    first, watch, finds = parameters(3), SliceWatch(), WithGradients()
+    groups = [{"params": first[:2]}]
+    watch.follow(first[:1])
+    give(watch, *first)
+    assert places(finds.of(groups, [watch]), groups) == [(0, 0), (0, 1)]
+    groups[0]["params"].append(first[2])
+    assert places(finds.of(groups, [watch]), groups) == [(0, 0), (0, 1), (0, 2)]
+    watch.follow(first[1:])
+    groups.append({"params": parameters(1)})
+    give(watch, groups[1]["params"][0])
+    assert places(finds.of(groups, [watch]), groups) == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    groups[0] = dict(groups[0])  # as load_state_dict makes new groups of the same lists
+    assert places(finds.of(groups, [watch]), groups) == [(0, 0), (0, 1), (0, 2), (1, 0)]
