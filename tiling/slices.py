@@ -213,7 +213,7 @@ class SlicedCall(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2 : 2 + len(inputs)]
         sums = GradientSums(call.sliced, call.dims, len(call.sizes), inputs, wanted, parameters)
         start = 0
-        with _as_before(call), call.lending(inputs) as pool:
+        with _as_before(call), call.lending(inputs) as pool, sums.taking():
             for number, part in enumerate(call.parts(inputs)):
                 size = call.sizes[number]
                 part = [one.detach().requires_grad_(want) for one, want in zip(part, wanted, strict=True)]  # noqa: PLW2901
@@ -222,13 +222,12 @@ class SlicedCall(torch.autograd.Function):
                 pairs = [(one, grad) for one, grad in zip(results, sliced, strict=True) if one.requires_grad]
                 leaves = [one for one, want in zip(part, wanted, strict=True) if want]
                 if pairs:
-                    with sums.taking():
-                        found = torch.autograd.grad(
-                            [one for one, _ in pairs],
-                            [*leaves, *parameters],
-                            [grad for _, grad in pairs],
-                            allow_unused=True,
-                        )
+                    found = torch.autograd.grad(
+                        [one for one, _ in pairs],
+                        [*leaves, *parameters],
+                        [grad for _, grad in pairs],
+                        allow_unused=True,
+                    )
                     sums.add(found, start, size)
                     del found
                 del part, leaves, results, pairs

@@ -40,10 +40,14 @@ the inputs. Such a unit is held as one that is frozen as a whole, until the grad
 and in a recomputation each module of such a block is followed, as each has inputs of its own. Nor is it
 updated before its backward is over.
 
+[Note: modules in tiles]
+A module that runs in tiles holds all units in it, so that one fetch serves every tile. While it runs them
+without gradients the modules in it, which would each hold their units once more for every tile, are not
+followed. The backward computes them again one by one, where the first tile holds what the others need.
+
 [Note: routed units in tiles]
-A module that runs in tiles holds all units in it, so that one fetch serves every tile. Of experts, which the
-data chooses, a tile may need a few: in a round, where no backward needs the others, each is held by the
-experts' own calls.
+Of experts, which the data chooses, a tile may need a few: in a round, where no backward needs the others,
+each is held by the experts' own calls.
 """
 
 from __future__ import annotations
@@ -62,6 +66,7 @@ from torch.utils import _pytree as pytree
 from infinity.activations.boundaries import Boundaries, Boundary, stands_between
 from infinity.activations.partitioned import BoundaryPart, PartitionedBoundaries
 from infinity.autograd.module_calls import differentiates, refuse, refuse_transform, runs_in_itself
+from infinity.autograd.packed import PackedWeight, unchanged, where_it_is
 from infinity.planning.trace import Phase
 from infinity.tensors import local, spread_as
 from infinity.tiling import Tile, runs_in_slices, takes_slices_back
@@ -91,22 +96,6 @@ class Frame:
     covers: frozenset[int]  # id() of modules: see [Note: covered modules]
     saves: object  # what decided what autograd saves, see `_saves`; known where it covers any
     units: list[Unit] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class PackedWeight:
-    """What autograd keeps in the place of a weight."""
-
-    unit: Unit
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int  # elements
-    version: int
-    of: torch.Tensor | None  # where a DTensor was saved, one without values that is placed as it
-
-    def whole(self, values: torch.Tensor) -> torch.Tensor:
-        """Return what was saved, with these values."""
-        return values if self.of is None else spread_as(self.of, values)
 
 
 @dataclass(slots=True, eq=False)
@@ -196,7 +185,8 @@ class Hooks:
         of all modules in it, if they are known. covers: see [Note: covered modules].
         """
         task = graph_task()
-        if self._is_held(module, task) if self._frames else self._is_held_already(module, units, task):
+        held = self._is_held if self._frames else self._is_held_already
+        if held(module, units, task):
             return
         if task == -1 and self._tasks:
             self.end_backward()  # the last one ended with an exception
@@ -226,11 +216,15 @@ class Hooks:
             if not (as_chosen and unit in self._residency.routed):
                 self._hold(unit, frame)
 
-    def _is_held(self, module: nn.Module, task: int) -> bool:
-        """Whether a forward that is under way holds what `module` uses: see [Note: covered modules]."""
+    def _is_held(self, module: nn.Module, units: Sequence[Unit], task: int) -> bool:
+        """Whether a forward that is under way holds what `module` uses: see [Note: covered modules], and
+        [Note: modules in tiles].
+        """
         if self.is_covered(module):
             return True
         frame = self._frames[-1]
+        if frame.slices and frame.task == task and not torch.is_grad_enabled():
+            return "forward" not in module.__dict__ and all(unit in frame.units for unit in units)
         if id(module) not in frame.covers or frame.task != task or "forward" in module.__dict__:
             return False
         if not torch.is_grad_enabled():
@@ -245,9 +239,13 @@ class Hooks:
 
     def _is_held_already(self, module: nn.Module, units: Sequence[Unit], task: int) -> bool:
         """Whether a recomputation in the same backward holds all that `module`, which calls no other, uses
-        until the gradients are there.
+        until the gradients are there; or there is nothing to hold for it.
         """
-        if task == -1 or not units or module._modules or not _all_trainable(units):  # noqa: SLF001
+        if task == -1 or (not units and ("forward" in module.__dict__ or not torch.is_grad_enabled())):
+            return False
+        if not units:
+            return not isinstance(module, Tile)
+        if module._modules or not _all_trainable(units):  # noqa: SLF001
             return False
         for unit in units:
             holds = self._holds.get(unit)
@@ -274,7 +272,7 @@ class Hooks:
         if task != -1 or (pair is not None and _is_hook_of_checkpoint(pair[0])):
             return inputs, None
         if pair is None or getattr(pair[0], "infinity", None) is not self:
-            return None, self._packing(*((_where_it_is, _unchanged) if pair is None else pair))
+            return None, self._packing(*((where_it_is, unchanged) if pair is None else pair))
         return None, None
 
     def _begin_outermost(self, module: nn.Module, task: int, inputs: Any, below: Sequence[Unit]) -> None:
@@ -325,9 +323,9 @@ class Hooks:
         Raises: UnsupportedError naming a parameter that was changed.
         """
         frames, key, ours = self._frames, id(module), False
-        if self._at_once and all(frame.module != key for frame in frames):
-            return
-        if frames and key in frames[-1].covers and "forward" not in module.__dict__:
+        if frames and frames[-1].module != key and all(frame.module != key for frame in frames):
+            return  # it was not followed
+        if self._at_once and not frames:
             return
         while frames and not ours:
             ours = frames[-1].module == key
@@ -336,7 +334,7 @@ class Hooks:
             self._residency.meet()
         if self._residency.refusals.found:
             self._residency.refusals.check()
-        if not frames and self._counting:
+        if not frames and self._counting and graph_task() == -1:
             for one in self.followers:
                 one.ended(output)
 
@@ -401,7 +399,7 @@ class Hooks:
             boundaries = self._boundaries
             for one in self.followers:
                 one.saved(tensor)
-            stays = otherwise is not _where_it_is or here is not tensor
+            stays = otherwise is not where_it_is or here is not tensor
             if not stays and boundaries is not None and boundaries.takes(tensor):
                 return boundaries.save(tensor)
             return otherwise(tensor)
@@ -557,29 +555,6 @@ def _mark(node: Any) -> object:
     that raised, and the graph leads back to this object in a way that Python's collector cannot follow.
     """
     return None if node is None else node.metadata.setdefault(_mark, object())
-
-
-def _where_it_is(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return what autograd keeps of a tensor that stays, and its version. An operation's result that is kept
-    as itself would keep the operation, and a graph that no backward frees would never go.
-    """
-    return tensor.detach() if tensor.grad_fn is not None else tensor, tensor._version
-
-
-def _unchanged(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
-    """Return a tensor that stayed; autograd does not compare versions where hooks keep what it saves.
-
-    Raises: RuntimeError for one that was changed in place.
-    """
-    tensor, version = kept
-    if tensor._version != version:
-        raise RuntimeError(
-            f"a tensor of shape {tuple(tensor.shape)} that the backward needs was changed in place after it "
-            f"was saved: it is at version {tensor._version}, not {version}. Use an operation that is not in "
-            "place. The inputs of a block that is recomputed (checkpointing, activation_memory) are needed, "
-            "too, as they were when it began."
-        )
-    return tensor
 
 
 def _all_trainable(units: Iterable[Unit]) -> bool:

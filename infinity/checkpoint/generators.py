@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import xxhash
+
+from infinity.config.settings import UNPROVEN
 
 
 def capture() -> dict[str, Any]:
@@ -20,6 +22,8 @@ def capture() -> dict[str, Any]:
     }
     if torch.cuda.is_initialized():
         states["cuda"] = [_out(state) for state in torch.cuda.get_rng_state_all()]
+    for kind, module in _others():
+        states[kind] = [_out(state) for state in module.get_rng_state_all()]
     if "numpy" in sys.modules:
         name, words, *rest = sys.modules["numpy"].random.get_state()
         states["numpy"] = [name, [int(word) for word in words], *rest]
@@ -34,6 +38,9 @@ def restore(states: Mapping[str, Any]) -> None:
     if torch.cuda.is_available():
         for number, state in enumerate(states.get("cuda", ())[: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(_in(state), number)
+    for kind, module in _others():
+        for number, state in enumerate(states.get(kind, ())[: module.device_count()]):
+            module.set_rng_state(_in(state), number)
     if "numpy" in states and "numpy" in sys.modules:
         numpy = sys.modules["numpy"]
         name, words, *rest = states["numpy"]
@@ -49,6 +56,14 @@ def begin(states: Mapping[str, Any], number: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def _others() -> Iterator[tuple[str, Any]]:
+    """Yield the type of accelerator that torch sees and its module, where that is not CUDA's and has any."""
+    seen = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    module: Any = torch.get_device_module(seen) if seen is not None and seen.type in UNPROVEN else None
+    if seen is not None and hasattr(module, "get_rng_state_all"):
+        yield seen.type, module
 
 
 def _out(state: torch.Tensor) -> str:

@@ -17,6 +17,7 @@ from torch import nn
 from infinity.checkpoint.inventory import Inventory
 from infinity.engine.engine import engine_of
 from infinity.errors import RanksError
+from infinity.ranks.groups import backend_of
 from infinity.tensors import is_distributed
 
 Named = tuple[str, torch.Tensor]
@@ -127,5 +128,7 @@ def _broadcast_header(group: dist.ProcessGroup, source: int, header: Any = None)
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    backend = dist.get_backend(group)
-    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+    seen = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if seen is None or dist.get_backend(group) != backend_of(seen.type):
+        return torch.device("cpu")
+    return torch.device(seen.type, torch.get_device_module(seen).current_device())

@@ -303,7 +303,8 @@ def _add_model(add: Callable[..., object], add_advanced: Callable[..., object]) 
     add_advanced("--no-nvme", dest="in_host_memory", action="store_true", help=in_host_memory)
     budget = 'hard budget, like "512MiB" (default: half of what is available)'
     add("--host-memory", type=_size, metavar="SIZE", help=budget)
-    add("--device", help='where the model computes, "cpu" or "cuda" (a GPU where torch sees one)')
+    places = '"cpu" or "cuda" (a GPU where torch sees one), or one that nobody has tried: "xpu"'
+    add("--device", help=f"where the model computes: {places}")
     add_advanced("--aio", choices=_ENGINES, help="the I/O engine (default: the best that works)")
     computes = "the compute type; fp16 with a dynamic loss scale (bf16)"
     add("--dtype", choices=("bf16", "fp16", "fp32"), default=_DEFAULT.dtype, help=computes)

@@ -36,7 +36,14 @@ _UNITS = ("auto", "module", "block")
 _FROZEN = (None, "int8", "nf4")
 VERIFY = ("always", "sample", "off")
 _EVERY = re.compile(r"every (?:(\d{1,9}) steps|step)")
-ACCELERATORS = {"cuda": "infinity.device.cuda:CudaStreams"}
+UNPROVEN = ("xpu", "mtia", "hpu", "npu")
+"""Types of accelerators that torch.accelerator knows and nobody has run Infinity on: they compute where they
+are named, and are never chosen.
+"""
+ACCELERATORS = {
+    "cuda": "infinity.device.cuda:CudaStreams",
+    **dict.fromkeys(UNPROVEN, "infinity.device.named:NamedStreams"),
+}
 """The class of the streams of each type of accelerator that a model may compute on; tests add one."""
 _AIO = (None, "io_uring", "threads", "buffered", "gds")
 
@@ -51,8 +58,9 @@ class Config:
         gradients, pinned state) on this machine; its ranks divide it. Units in use, activations and the
         model's buffers come on top where the CPU computes, as in plain training. None: half of the memory
         that is available when `Init` is entered.
-    device: where the model computes, "cpu" or "cuda" (one device). None: the accelerator, if torch sees one
-        that is supported, else the CPU; `Init` logs which, at INFO. INFINITY_DEVICE decides before that.
+    device: where the model computes, "cpu" or "cuda" (one device); or "xpu", "mtia", "hpu" or "npu", on which
+        nobody has run it. None: the accelerator, if torch sees one that is proven, else the CPU; `Init` logs
+        which, at INFO. INFINITY_DEVICE decides before that.
     device_memory: bytes, or text like "4GiB": a hard budget for what Infinity keeps on the device: parameters
         in use, waiting for their use, or living there, gradients until they have left, what ranks exchange,
         offloaded activations that come back. Activations and the model's buffers come on top. Only for a
@@ -324,7 +332,10 @@ class Config:
         Raises: ConfigError.
         """
         if device.split(":", maxsplit=1)[0] not in ("cpu", *ACCELERATORS):
-            raise ConfigError(f'device={device!r}: expected "cpu", "cuda" or "cuda:N"')
+            raise ConfigError(
+                f'device={device!r}: expected "cpu", "cuda" or "cuda:N"; or, on which nobody has run it, one '
+                f"of {', '.join(UNPROVEN)}"
+            )
         divides = features_of(self).get(Feature.EXPERT_PARALLEL)
         if not device.startswith("cpu") and divides is not None:
             used = {Feature.EXPERT_PARALLEL: divides, Feature.ACCELERATOR: f"device={device!r}"}

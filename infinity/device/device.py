@@ -33,7 +33,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity import kernels
-from infinity.config.settings import ACCELERATORS, Config
+from infinity.config.settings import ACCELERATORS, UNPROVEN, Config
 from infinity.device.room import DeviceRoom
 from infinity.device.store import DeviceStore
 from infinity.device.streams import Copy, Event, HostMemory, Streams
@@ -45,6 +45,8 @@ from infinity.storage.store import DONE, Future, TensorStore, Transfer
 from infinity.tensors import is_part
 
 logger = logging.getLogger("infinity")
+_CALLS = ("current_device", "mem_get_info", "set_device")
+"""What an accelerator's module of torch has to have."""
 
 
 class Download(NamedTuple):
@@ -143,6 +145,9 @@ class Device:
 
     def enter_thread(self) -> None:
         """Give the calling thread a stream of its own, beside those of other threads."""
+
+    def finish_thread(self) -> None:
+        """Return when the work queued on the calling thread's stream is over."""
 
     def assembled(self, flat: torch.Tensor) -> None:
         """The work queued on the calling thread's stream completes `flat`: `arrived` waits for it as well."""
@@ -383,6 +388,10 @@ class AcceleratorDevice(Device):
         """See Device."""
         self._streams.enter(self._streams.open())
 
+    def finish_thread(self) -> None:
+        """See Device."""
+        self._streams.record(self._streams.current()).synchronize()
+
     def assembled(self, flat: torch.Tensor) -> None:
         """See Device."""
         residence: _MemoryEvents | None = self._events_of.get(flat)
@@ -467,7 +476,8 @@ def choose_device(config: Config) -> str:
     device = config.device or os.environ.get("INFINITY_DEVICE")
     if device is None:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        device = found.type if found is not None and found.type in ACCELERATORS else "cpu"
+        chosen = found is not None and found.type in ACCELERATORS and found.type not in UNPROVEN
+        device = found.type if found is not None and chosen else "cpu"
         _say_device(device, found.type if found else "no accelerator")
     config.check_place(device)
     return device
@@ -482,11 +492,11 @@ def _say_device(device: str, found: str) -> None:
 def open_device(name: str) -> Device:
     """Return the device called `name`, such as "cpu" or "cuda:0".
 
-    Raises: ConfigError for an accelerator that does not exist.
+    Raises: ConfigError for an accelerator that does not exist, or of which torch cannot do what is needed.
     """
     if name == "cpu":
         return CpuDevice()
-    kind, index = torch.device(name).type, torch.device(name).index
+    kind, index = _type_and_index(name)
     seen = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if seen is not None and seen.type == kind else 0
     if (index or 0) >= count:
@@ -494,8 +504,45 @@ def open_device(name: str) -> Device:
             f"device={name!r}: torch {torch.__version__} sees {count} {kind.upper()} devices; "
             "use device='cpu'"
         )
+    _check_calls(name, kind)
     device = torch.device(kind, torch.get_device_module(kind).current_device() if index is None else index)
     return AcceleratorDevice(device, pkgutil.resolve_name(ACCELERATORS[kind])(device))
+
+
+def _type_and_index(name: str) -> tuple[str, int | None]:
+    """Return the type and the index of a device. Raises: ConfigError for a type that torch does not know."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"device={name!r}: torch {torch.__version__} does not know such devices ({error}). Likely cause: "
+            "the package of its vendor is not imported. Import it before the model is built, or use "
+            "device='cpu'"
+        ) from None
+    return device.type, device.index
+
+
+def _check_calls(name: str, kind: str) -> None:
+    """See that torch can do with an accelerator what is needed, and say where nobody has tried it.
+
+    Raises: ConfigError naming what is missing.
+    """
+    if kind not in UNPROVEN:
+        return
+    module = torch.get_device_module(kind)
+    missing = [f"torch.{kind}.{call}" for call in _CALLS if not hasattr(module, call)]
+    if not hasattr(torch.Stream, "__enter__"):
+        missing.append("a torch.Stream that is a context manager")
+    if missing:
+        raise ConfigError(
+            f"device={name!r}: torch {torch.__version__} lacks {', '.join(missing)}. Use a newer torch (2.7 "
+            "or above), or device='cpu'"
+        )
+    logger.warning(
+        "device=%r: nobody has run Infinity on such a device. Compare the losses of some steps with those of "
+        "device='cpu' before you trust it.",
+        name,
+    )
 
 
 def choose_cores(device: Device) -> tuple[int, ...]:

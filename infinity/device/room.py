@@ -41,6 +41,8 @@ class DeviceRoom:
         self.ledger = Ledger(1 << 62)
         self.lacked_nbytes = 0
         """The most bytes for which, at once, units that waited have had to give way since `open`."""
+        self.waits = 0
+        """How often the host has waited for what leaves, since it would else run too far ahead."""
         self._leaving: deque[tuple[Future, int, tuple[object, ...]]] = deque()
         self._uncounted: deque[tuple[Future, tuple[object, ...]]] = deque()
         """Copies whose memory somebody else counts, and what has it."""
@@ -154,6 +156,7 @@ class DeviceRoom:
 
     def _await_oldest(self) -> None:
         future, nbytes, held = self._leaving.popleft()
+        self.waits += not future.done
         try:
             future.wait()
         finally:

@@ -22,6 +22,8 @@ from infinity.storage.memory import Arena
 logger = logging.getLogger("infinity")
 
 _POLL_S = 0.0002
+NO_LOCK = "torch locks no memory that is there already for devices of this type"
+"""The reason of a `lock` that never works."""
 
 
 class Event(Protocol):
@@ -207,12 +209,15 @@ class HostMemory(Buffers):
             self._pinned.add(address)
         elif not self.pageable_reason:
             self.pageable_reason = failure
+            cure = (
+                " Likely cause: a limit on locked memory. Raise it (ulimit -l unlimited; docker run --ulimit "
+                "memlock=-1), or give Config a smaller host_memory."
+            )
             logger.warning(
-                "%s of host memory cannot be page-locked: %s. Copies from and to it make the host wait. "
-                "Likely cause: a limit on locked memory. Raise it (ulimit -l unlimited; docker run --ulimit "
-                "memlock=-1), or give Config a smaller host_memory.",
+                "%s of host memory cannot be page-locked: %s. Copies from and to it make the host wait.%s",
                 format_size(nbytes),
                 failure,
+                "" if failure == NO_LOCK else cure,
             )
 
     def unpin(self, address: int) -> None:

@@ -362,17 +362,20 @@ class Engine:
 
     def _open_pins(self) -> None:
         """Let a placement decide where fields lie, if there is more than one place for them."""
+        lodges = self.tier if self._lodges else None
         if self.nvme_store is not None or self.checkpoint_store is not None or self.tier is not None:
             stores = (self.host_store, self.store)
             frequencies = self.residency.frequencies
-            lodges = self.tier if self._lodges else None
-            self.pins = Pins(self.units, frequencies, self.lane, self.kept, stores, lodges)
+            same = self.ranks.same if self.partition is not None else None
+            self.pins = Pins(self.units, frequencies, self.lane, self.kept, stores, lodges, same)
             if self.durable is None:
                 self.residency.before_routed_fetch.append(self.pins.admit)
-        if self.pins is not None and self._lodges:
-            shortage = Shortage(self.device, self.pins.empty_device)
-            self.hooks.forward_began.extend([shortage.look, self.pins.forward_began])
-            self.hooks.round_began.append(shortage.look)
+        if self.pins is not None and lodges is not None:
+            if self.partition is None:  # a rank that goes on after such an error has lost the others
+                look = Shortage(self.device, self.pins.empty_device).look
+                self.hooks.forward_began.append(look)
+                self.hooks.round_began.append(look)
+            self.hooks.forward_began.append(self.pins.forward_began)
 
     def _meet_for(self, chosen: list[Unit]) -> list[Unit]:
         """Have the ranks, if there are several, meet for units that each one's data chooses among; return
@@ -433,12 +436,13 @@ class Engine:
         room.open(budget.total_nbytes, self._one_gives_way)
         room.over.append(partial(note_download, self.timeline))
         room.take(room.nbytes(1) * sum(len(unit.parameters) for unit in self.units), "placeholders")
-        return DeviceTier(self.residency, room, budget, self.lane, self._open_records())
+        records = self._open_records()
+        return DeviceTier(self.residency, room, budget, self.lane, records, self.ranks.least)
 
     @property
     def _lodges(self) -> bool:
-        """Whether units may live on the device: of several ranks, and in stages 1 and 2, none does."""
-        return self.partition is None and not self.config.stage < 3
+        """Whether units may live on the device: in stages 1 and 2 all are there anyway."""
+        return not self.config.stage < 3
 
     def _open_records(self) -> Records | None:
         """Let whole records live on the device, where units may."""
@@ -446,12 +450,12 @@ class Engine:
         if store is None:
             return None
         updates = DeviceUpdates(store, self.device, self.lane, self.timeline)
-        for one in (self.residency, self.gradients):
+        for one in (self.residency, self.gradients.on_device):
             one.update_on_device_by(updates)
         return Records(
             store,
             updates,
-            self.gradients.staying_nbytes,
+            self.gradients.on_device.staying_nbytes,
             self.gradients.leave_device,
             self._steps_on_device,
             self._steps_need_scratch,

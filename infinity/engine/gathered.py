@@ -111,7 +111,7 @@ def _check_device(engine: Engine, units: Iterable[Unit]) -> None:
     room = engine.device.room
     if room is None:
         return
-    waiting = [one for one in engine.units if one.residence.waits and not one.record.on_device]
+    waiting = [one for one in engine.units if one.residence.waits and not one.on_device]
     gives_way = sum(room.nbytes(one.resident_nbytes) for one in waiting)
     left = room.ledger.free_nbytes + gives_way
     needed = sum(room.nbytes(one.resident_nbytes) for one in units if not one.residence.users)

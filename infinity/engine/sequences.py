@@ -11,6 +11,7 @@ from infinity.config.sequence_ranks import check_sequences
 from infinity.engine.engine import Engine, engine_of
 from infinity.errors import ConfigError
 from infinity.ranks.group import Ranks, open_ranks
+from infinity.ranks.groups import backend_of
 from infinity.sequences.group import SequenceGroup
 from infinity.sequences.parallel import SequenceParallel
 
@@ -76,8 +77,10 @@ def _ranks(engine: Engine | None, group: Any) -> tuple[Ranks, tuple[int, int]]:
         check_sequences(size, whole.size)
         place = whole.rank // size
         members = whole.members[place * size : (place + 1) * size]
-        backend = "nccl" if device.startswith("cuda") else "gloo"
-        return Ranks(members, whole.rank % size, backend, timeout_s, device), (place, whole.size // size)
+        return Ranks(members, whole.rank % size, backend_of(device), timeout_s, device), (
+            place,
+            whole.size // size,
+        )
     ranks = open_ranks(group, device, timeout_s)
     if not {*ranks.members} <= {*whole.members}:
         raise ConfigError(

@@ -403,9 +403,9 @@ class Reducing(Collective):
     ) -> None:
         """sent: this rank's gradients of the whole units, 16-bit or fp32: first, of each unit, the share of
         rank 0, then those of rank 1, and so on; means: for this rank's share of the mean of each unit, of the
-        same type, in host memory; allocate: gives memory beside `sent`, for what comes; lease: of the memory
-        that it works in. count: ranks, by which the sum is divided. A gradient keeps this, and so what this
-        keeps; see gradient's note.
+        same type, in host memory, or on the device, where it is when this is done; allocate: gives memory
+        beside `sent`, for what comes; lease: of the memory that it works in. count: ranks, by which the sum
+        is divided. A gradient keeps this, and so what this keeps; see gradient's note.
         """
         super().__init__(f"reduce {what}", lane)
         self._sent: torch.Tensor | None = sent
@@ -440,9 +440,14 @@ class Reducing(Collective):
     def _add_up(self, rows: torch.Tensor) -> None:
         """Fill the means from what has come."""
         start = 0
+        there = [mean for mean in self._means if not self._device.is_host and mean.device.type != "cpu"]
+        for mean in there:
+            self._device.arrived(mean)
         for mean in self._means:
             _mean_of_ranks(rows[:, start : start + mean.numel()], mean, self._count)
             start += mean.numel()
+        if there:
+            self._device.finish_thread()
 
 
 def sums_within(channel: Channel, sent: torch.Tensor, allocate: Allocate, what: str) -> torch.Tensor:

@@ -252,7 +252,7 @@ class Gradient:
 
     def leave_device(self) -> torch.Tensor:
         """Give up the tensor on the device, which is returned, to be placed anew."""
-        tensor = self.in_memory
+        tensor = self.await_tensor()
         self.on_device = False
         return tensor
 

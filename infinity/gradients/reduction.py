@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,7 @@ from infinity.gradients.collectives import Collective, CollectiveLane, Reducing
 from infinity.gradients.gradient import Form, Gradient, total_of
 from infinity.gradients.one_bit import Momenta, reduce_momenta
 from infinity.lane.lane import StreamLane
-from infinity.lane.outgoing import Lease, OutgoingShare
+from infinity.lane.outgoing import Lease, OutgoingShare, leases_of
 from infinity.ranks.group import Ranks
 from infinity.records.weights import WIDEN
 from infinity.sizes import format_size
@@ -64,11 +64,15 @@ class Reducers(Protocol):
 class MeanSink(Protocol):
     """Where this rank's part of the mean goes."""
 
-    def reduced(self, gradient: Gradient, mean: torch.Tensor, arriving: Future, *, keep: bool) -> None:
-        """Give a local gradient this rank's part of the mean, which may be read when `arriving` is over."""
+    def reduced(
+        self, gradient: Gradient, mean: torch.Tensor, arriving: Future, lease: Lease | None, *, keep: bool
+    ) -> None:
+        """Give a local gradient this rank's part of the mean, which may be read when `arriving` is over.
+        lease: of device_memory, where it is on the device, to stay.
+        """
 
-    def add_mean(self, gradient: Gradient, tensor: torch.Tensor) -> None:
-        """Add what a further backward brought to the stored gradient."""
+    def add_mean(self, gradient: Gradient, tensor: torch.Tensor, lease: Lease | None) -> None:
+        """Add what a further backward brought to the stored gradient. lease: as for `reduced`."""
 
 
 @dataclass(slots=True)
@@ -114,7 +118,7 @@ class Reduction:
         self._complete: dict[Unit, Lease] = {}
         """The open bucket, with leases of its gradients' bytes; see [Note: buckets of gradients]."""
         self._under_way: deque[tuple[Collective, int]] = deque()
-        self._further_means: deque[tuple[Gradient, torch.Tensor, Collective]] = deque()
+        self._further_means: deque[tuple[Gradient, torch.Tensor, Collective, Lease | None]] = deque()
         self._momenta: list[weakref.ref[Momenta]] = []
 
     def open(self, units: Iterable[Unit]) -> None:
@@ -286,23 +290,51 @@ class Reduction:
         momenta: Momenta | None,
     ) -> None:
         begin = self._begin if momenta is None else partial(self._begin_momenta, momenta)
-        job, means = begin(bucket, dtype, lane)
+        there: dict[Unit, tuple[torch.Tensor, list[Lease]]] = {}
+        for unit, taken in bucket.items():
+            if (found := self._mean_on_device(unit, dtype, len(taken))) is not None:
+                there[unit] = found
+        job, means = begin(bucket, dtype, lane, {unit: mean for unit, (mean, _) in there.items()})
         for (unit, taken), mean in zip(bucket.items(), means, strict=True):
-            for index, one in taken.items():
+            leases: Sequence[Lease | None] = there[unit][1] if unit in there else [None] * len(taken)
+            for (index, one), lease in zip(taken.items(), leases, strict=True):
                 segment = unit.record.shard.segments[index]
-                self._deliver(one, mean[segment.start : segment.stop], job, into)
+                self._deliver(one, mean[segment.start : segment.stop], job, lease, into)
 
-    def _deliver(self, one: _Local, mean: torch.Tensor, job: Collective, into: MeanSink) -> None:
+    def _mean_on_device(
+        self, unit: Unit, dtype: torch.dtype, gradients: int
+    ) -> tuple[torch.Tensor, list[Lease]] | None:
+        """Return memory on the device for this rank's part of a mean, where the unit's record lives there and
+        there is room, alike on all ranks; and a lease of it for each of its gradients.
+        """
+        room, numel = self._device.room, unit.record.shard.numel
+        if room is None or not unit.record.on_device or not room.fits(numel * dtype.itemsize):
+            return None
+        taken = room.take(numel * dtype.itemsize, f"{unit.name}: a mean of gradients that stays")
+        leases = leases_of(room.ledger, taken, gradients)
+        mean = torch.empty(numel, dtype=dtype, device=self._device.torch_device)
+        self._device.allocated(mean)
+        return mean, leases
+
+    def _deliver(
+        self, one: _Local, mean: torch.Tensor, job: Collective, lease: Lease | None, into: MeanSink
+    ) -> None:
         if one.gradient.form is Form.LOCAL:
             one.gradient.charge(0)
-            into.reduced(one.gradient, mean, job, keep=one.keep)
+            into.reduced(one.gradient, mean, job, lease, keep=one.keep)
         else:
-            self._further_means.append((one.gradient, mean, job))
+            self._further_means.append((one.gradient, mean, job, lease))
 
     def _begin(
-        self, bucket: dict[Unit, dict[int, _Local]], dtype: torch.dtype, lane: CollectiveLane
+        self,
+        bucket: dict[Unit, dict[int, _Local]],
+        dtype: torch.dtype,
+        lane: CollectiveLane,
+        there: dict[Unit, torch.Tensor],
     ) -> tuple[Collective, list[torch.Tensor]]:
-        """Queue the reduction of some units; return it, and where each unit's mean will be."""
+        """Queue the reduction of some units; return it, and where each unit's mean will be: on the device
+        that of those `there`.
+        """
         shares = [unit.record.shard.numel for unit in bucket]
         numel = sum(unit.layout.numel for unit in bucket)
         names, room = (
@@ -311,7 +343,8 @@ class Reduction:
         )
         size = len(next(iter(bucket)).record.holders.members)
         coding = self._reducers.coding if size > 1 else None
-        nbytes = (2 * numel if room is None else sum(shares)) * dtype.itemsize
+        of_host = sum(share for unit, share in zip(bucket, shares, strict=True) if unit not in there)
+        nbytes = (2 * numel if room is None else of_host) * dtype.itemsize
         of_sent = dtype if coding is None or not coding.feeds_back else torch.float32
         if coding is not None:
             nbytes = numel * of_sent.itemsize + 2 * size * coding.row_nbytes(shares)
@@ -337,7 +370,8 @@ class Reduction:
         if not on_host:
             self._device.assembled(sent)
         take_mean = self._buffers.take if on_host else self._device.take_host_buffer
-        means = [take_mean(share, dtype) for share in shares]
+        pairs = zip(bucket, shares, strict=True)
+        means = [there[unit] if unit in there else take_mean(share, dtype) for unit, share in pairs]
         allocate = self._buffers.take if on_host else partial(_on_device, place)
         given = means, allocate, lease, self._lane, self._device, self._reducers.ranks.size
         job = Reducing(names, sent, *given) if coding is None else CodedReducing(names, sent, *given, coding)
@@ -353,8 +387,9 @@ class Reduction:
         bucket: dict[Unit, dict[int, _Local]],
         dtype: torch.dtype,
         lane: CollectiveLane,
+        _there: dict[Unit, torch.Tensor],
     ) -> tuple[Collective, list[torch.Tensor]]:
-        """Like `_begin`, of the momenta that an optimizer makes of the gradients."""
+        """Like `_begin`, of the momenta that an optimizer makes of the gradients, which are on no device."""
         shares = [unit.record.shard.numel for unit in bucket]
         numel = sum(unit.layout.numel for unit in bucket)
         names = "; ".join(_said(unit, taken, dtype) for unit, taken in bucket.items())
@@ -386,9 +421,9 @@ class Reduction:
     def _add_means(self, into: MeanSink, *, wait: bool = False) -> None:
         """Add the means of further backwards to the stored ones, in order, as far as they have come."""
         while self._further_means and (wait or self._further_means[0][2].done):
-            gradient, mean, job = self._further_means.popleft()
+            gradient, mean, job, lease = self._further_means.popleft()
             self._outgoing_share.stall(job)
-            into.add_mean(gradient, mean)
+            into.add_mean(gradient, mean, lease)
 
     def settle(self, units: Iterable[Unit], into: MeanSink) -> None:
         """Reduce what is local of `units`, and return when every mean has come and been added."""

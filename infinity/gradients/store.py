@@ -20,6 +20,7 @@ from infinity.device.device import Device, Download
 from infinity.errors import HostMemoryError, UnsupportedError
 from infinity.gradients.gradient import Form, Gradient, applied_message, total_of
 from infinity.gradients.in_flight import at_once
+from infinity.gradients.on_device import GradientsOnDevice
 from infinity.gradients.one_bit import Momenta
 from infinity.gradients.reduction import Reducers, Reduction
 from infinity.gradients.spilling import Outbound, plan_spill
@@ -35,7 +36,6 @@ from infinity.sizes import format_size
 from infinity.storage.memory import Ledger
 from infinity.storage.store import DONE, Future, HostStore, Store
 from infinity.tensors import is_part, spread_as
-from infinity.units.device_updates import DeviceUpdates
 from infinity.units.residency import UnitResidency
 from infinity.units.stages import Stages
 from infinity.units.unit import Unit
@@ -94,11 +94,8 @@ class GradientStore:
         self._in_record: defaultdict[Unit, WeakValueDictionary[int, Gradient]]
         self._in_record = defaultdict(WeakValueDictionary)  # spilled ones that somebody refers to
         self._outgoing: defaultdict[Unit, dict[int, Gradient]] = defaultdict(dict)
-        self._on_device: defaultdict[Unit, WeakValueDictionary[int, Gradient]]
-        self._on_device = defaultdict(WeakValueDictionary)
-        self._device_updates: DeviceUpdates | None = None
-        self._adds = False
-        """Whether a further backward has added to a gradient."""
+        self.on_device = GradientsOnDevice(device, residency, self._outgoing, self._comes_down)
+        """Those that stay on an accelerator."""
         self._received: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._charged_nbytes = 0
 
@@ -172,10 +169,15 @@ class GradientStore:
         if self._reduction is not None:
             self._reduction.settle(units, self)
 
-    def reduced(self, gradient: Gradient, mean: torch.Tensor, arriving: Future, *, keep: bool) -> None:
-        """Give a local gradient this rank's part of the mean, which may be read when `arriving` is over."""
+    def reduced(
+        self, gradient: Gradient, mean: torch.Tensor, arriving: Future, lease: Lease | None, *, keep: bool
+    ) -> None:
+        """See MeanSink."""
         gradient.comes(arriving)
-        self._place(gradient, mean, keep=keep)
+        if lease is not None:
+            self.on_device.stay(gradient, mean, lease, keep=keep)
+        else:
+            self._place(gradient, mean, keep=keep)
 
     def send_momenta_of(self, optimizer: Momenta) -> None:
         """See Reduction."""
@@ -188,7 +190,7 @@ class GradientStore:
         if old.checked:
             fresh.was_seen_finite()
         old.charge(0)
-        self.reduced(fresh, part, DONE, keep=True)
+        self.reduced(fresh, part, DONE, None, keep=True)
         return fresh
 
     def arrive(self, unit: Unit, index: int, grad: torch.Tensor, *, keep: bool) -> Gradient:
@@ -198,7 +200,7 @@ class GradientStore:
         if self._reduction is not None:
             return self._reduction.arrive(unit, index, grad, keep=keep)
         gradient = Gradient(unit, index, self._kept)
-        if unit.record.on_device and self._stays_on_device(gradient, grad, keep=keep):
+        if self.on_device.take(gradient, grad, keep=keep):
             return gradient
         if not self._device.is_host:
             self._await_buffer(grad.nbytes)
@@ -218,101 +220,14 @@ class GradientStore:
         gradient.keep(torch.empty(0, dtype=unit.flat.dtype, device="cpu"))
         return gradient
 
-    # Of units whose records live on the device
-
-    def update_on_device_by(self, updates: DeviceUpdates) -> None:
-        """Have gradients of units that live on the device be measured there."""
-        self._device_updates = updates
-
-    def staying_nbytes(self, unit: Unit) -> int:
-        """Return the bytes of a unit's gradients that stay on the device until they are applied: none where
-        that is in the backward, twice as many where further backwards add to them.
-        """
-        room = self._device.room
-        if room is None or not self._residency.updates_at_fetch:
-            return 0
-        width = 4 if self._adds else unit.flat.itemsize
-        return sum(room.nbytes(one.numel * width) for one in unit.layout.segments)
-
-    def _stays_on_device(self, gradient: Gradient, grad: torch.Tensor, *, keep: bool) -> bool:
-        """Let a gradient stay on the device, where its unit's record lives, if there is room."""
-        room = self._device.room
-        if room is None or not room.fits(grad.nbytes):
-            return False
-        lease = Lease(room.ledger, room.take(grad.nbytes, f"{gradient.unit.name}: a gradient that stays"))
-        grad = grad.detach()
-        grad = grad.clone() if is_part(grad) else grad.contiguous()
-        if keep:
-            gradient.stay(grad, lease)
-        else:
-            gradient.wait_on_device(grad, lease)
-            self._outgoing[gradient.unit][gradient.index] = gradient
-        self._on_device[gradient.unit][gradient.index] = gradient
-        return True
-
-    def _begins_on_device(self, gradient: Gradient, grad: torch.Tensor) -> bool:
-        """Let a gradient of zeros, to which a backward adds, stay on the device as a new one does."""
-        unit = gradient.unit
-        if not unit.record.on_device:
-            return False
-        if gradient.index in unit.pending:
-            self._residency.flush(unit)
-        return self._stays_on_device(gradient, grad, keep=True)
-
-    def _add_on_device(self, gradient: Gradient, grad: torch.Tensor) -> bool:
-        """Add a further backward's gradient on the device; False where the sum has no room there."""
-        room, unit, stored = self._device.room, gradient.unit, gradient.in_memory
-        if room is None or not unit.record.on_device:
-            return False
-        if gradient.index in unit.pending:
-            self._residency.flush(unit)
-        widens = stored.dtype != torch.float32
-        if widens and not room.fits(4 * stored.numel()):
-            return False
-        self._keep_on_device(unit)
-        if widens:
-            taken = room.take(4 * stored.numel(), f"{unit.name}: a sum of gradients that stays")
-            lease = Lease(room.ledger, taken)
-            gradient.stay(total_of(stored, grad.detach()), lease)
-        else:
-            total_of(stored, grad.detach())
-            gradient.was_changed()
-        return True
-
-    def _keep_on_device(self, unit: Unit) -> None:
-        """Have a unit's gradients that wait on the device stay there."""
-        if self._device_updates is None:
-            return
-        for index, gradient in self.outgoing_of(unit).items():
-            if gradient.on_device:
-                del self._outgoing[unit][index]
-                gradient.stay_on_device()
-
     def leave_device(self, unit: Unit) -> None:
         """Take a unit's gradients off the device, where its record stays no longer."""
-        self._keep_on_device(unit)
-        for gradient in dict(self._on_device.pop(unit, {})).values():
-            if gradient.on_device:
-                self._bring_down(gradient)
+        self.on_device.leave(unit)
         self.spill(unit)
 
-    def _bring_down(self, gradient: Gradient) -> None:
-        """Have a gradient lie in host memory, or wait to be spilled."""
-        self._place(gradient, self._device.to_host(gradient.leave_device(), ours=False), keep=True)
-
-    def _measure_on_device(self, gradients: Iterable[Gradient]) -> None:
-        """Measure those of these gradients that are on the device, and all others there with them: the host
-        waits for that once, though torch may ask for one norm at a time.
-        """
-        if self._device_updates is None or not any(
-            one.on_device and one.square_sum is None for one in gradients
-        ):
-            return
-        there = [one for unit in list(self._on_device.values()) for one in list(unit.values())]
-        wanted = [one for one in there if one.on_device and one.square_sum is None]
-        sums = self._device_updates.square_sums([one.in_memory for one in wanted])
-        for gradient, square_sum in zip(wanted, sums, strict=True):
-            gradient.was_measured(square_sum)
+    def _comes_down(self, gradient: Gradient, tensor: torch.Tensor) -> None:
+        """A gradient has left the device."""
+        self._place(gradient, tensor, keep=True)
 
     def _await_buffer(self, nbytes: int) -> None:
         """Wait for memory for a download. What is made ahead beyond the outgoing share is charged to the kept
@@ -340,26 +255,29 @@ class GradientStore:
         """Add a further backward's gradient to the stored one, in fp32."""
         gradient.check("a second backward before step()")
         gradient.is_added_to()
-        self._adds |= gradient.form is not Form.ZERO
+        if gradient.form is not Form.ZERO:
+            self.on_device.are_added_to()
         if self._reduction is not None:
             if self._reduction.has_complete(gradient.unit):
                 for one in self._reduction.close_bucket(self):
                     self.settle(one)
             self._reduction.add(gradient, grad)
-        elif gradient.form is Form.ZERO and self._begins_on_device(gradient, grad):
-            return
-        elif not gradient.on_device or not self._add_on_device(gradient, grad):
-            if gradient.on_device:
-                self._keep_on_device(gradient.unit)
-                self._bring_down(gradient)
+        elif not self.on_device.add(gradient, grad):
+            self.on_device.bring_down(gradient)
             self._outgoing_share.await_buffer(grad.nbytes, 1)
             self.add_mean(gradient, self._device.to_host(grad))
 
-    def add_mean(self, gradient: Gradient, tensor: torch.Tensor) -> None:
-        """Add what a further backward brought to the stored gradient."""
+    def add_mean(self, gradient: Gradient, tensor: torch.Tensor, lease: Lease | None = None) -> None:
+        """See MeanSink; on one rank, add what a further backward brought to the stored gradient."""
         unit = gradient.unit
         gradient.arriving.wait()
         gradient.comes(DONE)
+        if lease is not None:
+            if self.on_device.add_mean(gradient, tensor, lease):
+                return
+            tensor = self.on_device.in_host(tensor)
+            lease.end()
+        self.on_device.bring_down(gradient)
         if gradient.index in unit.pending:
             self._residency.flush(unit)
         if gradient.form is Form.OUTGOING:
@@ -412,7 +330,7 @@ class GradientStore:
         """Keep a complete unit's outgoing gradients: in host memory as far as they fit now, the others in
         the record.
         """
-        self._keep_on_device(unit)
+        self.on_device.wait_no_more(unit)
         for index, gradient in self.outgoing_of(unit).items():
             if gradient.form is Form.OUTGOING and gradient.square_sum is None and gradient.arriving.done:
                 gradient.measure(gradient.in_memory)
@@ -467,7 +385,7 @@ class GradientStore:
 
     def spill(self, unit: Unit) -> None:
         """Write a unit's outgoing gradients to its record."""
-        self._keep_on_device(unit)
+        self.on_device.wait_no_more(unit)
         if not self.outgoing_of(unit):
             return
         if any(update.field for update in unit.pending.values()):
@@ -527,7 +445,7 @@ class GradientStore:
     def square_sums(self, gradients: Sequence[Gradient]) -> list[float]:
         """Return the fp64 sum of each stored gradient's squares, over all ranks; see `square_sum`."""
         self.settle_ranks(dict.fromkeys(one.unit for one in gradients))
-        self._measure_on_device(gradients)
+        self.on_device.measure(gradients)
         own = self.ranks.totals([self.square_sum(gradient) for gradient in gradients], "norms")
         return self.stages.mesh.totals_of(own, [one.parameter for one in gradients], "norms")
 
@@ -535,7 +453,7 @@ class GradientStore:
         """Return the fp64 sum of the squares of all these, over all ranks and stages."""
         gradients = list(gradients)
         self.settle_ranks(dict.fromkeys(one.unit for one in gradients))
-        self._measure_on_device(gradients)
+        self.on_device.measure(gradients)
         mesh = self.stages.mesh
         counted = (mesh.share(self.square_sum(one), one.parameter) for one in gradients)
         own = mesh.totals(self.ranks.totals([sum(counted, 0.0)], "norm"), "norm")[0]
@@ -551,7 +469,7 @@ class GradientStore:
             return 0.0
         if gradient.form is Form.SPILLED and gradient.index in self.outgoing_of(gradient.unit):
             self.spill(gradient.unit)
-        self._measure_on_device([gradient])
+        self.on_device.measure([gradient])
         measured = gradient.square_sum or gradient.measure(gradient.await_tensor())
         job = gradient.job
         if job is not None:
@@ -571,6 +489,8 @@ class GradientStore:
         if gradient.form is Form.ZERO:
             return spread_as(parameter, torch.zeros(shape, dtype=dtype, device=parameter.device))
         part = self._read(gradient) if gradient.form is Form.SPILLED else gradient.await_tensor()
+        if gradient.on_device and self._peers is not None:
+            part = self.on_device.in_host(part)
         if self._peers is not None:
             if not gradient.unit.record.holders.are_all:  # others know not whether it is a sum, in fp32
                 part = part.float()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from infinity.device.buffers import Buffers
 from infinity.device.device import Device
@@ -21,12 +22,17 @@ from infinity.storage.store import Future
 from infinity.timeline import Timeline
 
 
+class _Releases(Protocol):
+    def release(self, nbytes: int, /) -> None:
+        """Give bytes back."""
+
+
 class Lease:
     """Bytes of the share, until `end`."""
 
     __slots__ = ("_ledger", "_nbytes")
 
-    def __init__(self, ledger: Ledger, nbytes: int) -> None:
+    def __init__(self, ledger: _Releases, nbytes: int) -> None:
         """Hold `nbytes` of `ledger`, which are reserved."""
         self._ledger = ledger
         self._nbytes = nbytes
@@ -41,6 +47,24 @@ class Lease:
         """Give the bytes back."""
         if self._nbytes:
             self.end()
+
+
+class _Shared:
+    """Bytes of a ledger that several leases have in common, given back when the last one has ended."""
+
+    def __init__(self, ledger: Ledger, nbytes: int, leases: int) -> None:
+        self._ledger, self._nbytes, self._left = ledger, nbytes, list(range(leases))
+
+    def release(self, _one: int) -> None:
+        """One of the leases has ended, in whatever thread."""
+        if not self._left.pop():
+            self._ledger.release(self._nbytes)
+
+
+def leases_of(ledger: Ledger, nbytes: int, count: int) -> list[Lease]:
+    """Return leases that hold `nbytes` of `ledger`, which are reserved, together, until all have ended."""
+    shared = _Shared(ledger, nbytes, count)
+    return [Lease(shared, 1) for _ in range(count)]
 
 
 def end_all(leases: Iterable[Lease | None]) -> None:

@@ -20,6 +20,10 @@ a record takes the room of all its fields, and of gradients that stay there unti
 Before all other records come those of units that open a step, embeddings above all: they are needed first in
 a forward, and their gradients come last in a backward, so that nothing would hide the CPU's updates of them.
 
+Of several ranks each has its share of a record there, and of a copy all of the unit: what they have on their
+devices is the same, since they fetch the same units in one order. So it is decided from what is the same on
+all of them, before what lies in host memory is.
+
 [Note: hysteresis]
 Expectations waver, and moves cost bytes. A field that is placed counts as denser, by what it costs to move it
 out and another in, spread over the steps within which a move has to pay. All moves together have to pay, too.
@@ -28,7 +32,7 @@ out and another in, spread over the steps within which a move has to pay. All mo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
@@ -83,6 +87,8 @@ class Candidate:
     """What it takes there beside its own bytes: gradients."""
     opens: bool = False
     """Whether its unit opens a step: see [Note: what lives on the device]."""
+    copies: int = 1
+    """As how many times its bytes `hi` lives on the device, with the shares of the other ranks."""
 
     @property
     def in_host(self) -> Candidate:
@@ -95,8 +101,13 @@ class Candidate:
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes that it takes on the device."""
+        """Bytes that it takes on the device, in its record."""
         return self.nbytes + self.beside_nbytes
+
+    @property
+    def lodged(self) -> Candidate:
+        """As what lives on the device alone, without its record."""
+        return self if self.copies == 1 else replace(self, nbytes=self.copies * self.nbytes)
 
     @property
     def key(self) -> Key:
@@ -191,7 +202,7 @@ def place(
 
     placed: where fields are now, see [Note: hysteresis].
     """
-    weights = [candidate for candidate in candidates if candidate.field == "hi" and candidate.lasts]
+    weights = [one.lodged for one in candidates if one.field == "hi" and one.lasts]
     there = {key for key, tier in placed.items() if tier == "device"}
     on_device = choose(weights, budget.device_nbytes, 0, there, horizon_steps)
     left = budget.device_nbytes - sum(one.nbytes for one in weights if one.key in set(on_device))
@@ -266,6 +277,31 @@ def revise(
     return decided(old, new, moves, gain, horizon_steps, fits=fits)
 
 
+def revise_in_turn(
+    old: Placement,
+    candidates: Sequence[Candidate],
+    budget: PlacementBudget,
+    horizon_steps: int = HORIZON_STEPS,
+    agreed: Callable[[Placement], bool] = lambda _: False,
+) -> Revision:
+    """As `revise`, but what lives on the device is decided first, whatever room the host has, and stays as it
+    was unless that is `agreed`: so several ranks, whose hosts may have different room, have the same on their
+    devices.
+    """
+    there = {key: tier for key, tier in old.items() if tier == "device"}
+    on_device = replace(budget, host_nbytes=0, gradient_nbytes=0)
+    first = revise(there, candidates, on_device, horizon_steps)
+    if agreed(first.placement):
+        there = dict(first.placement)
+    rest = [replace(one, whole=False, lasts=False) for one in candidates if one.key not in there]
+    below = {key: tier for key, tier in old.items() if tier == "host" and key not in there}
+    on_host = replace(budget, device_nbytes=0, scratch_nbytes=0)
+    then = revise(below, rest, on_host, horizon_steps)
+    new = MappingProxyType({**there, **then.placement})
+    moves = _moves(old, new, {one.key: one for one in candidates}, budget)
+    return Revision(new, moves, f"on the device {first.reason}; below {then.reason}")
+
+
 def decided(
     old: Placement, new: Placement, moves: tuple[Move, ...], gain: float, horizon_steps: int, *, fits: bool
 ) -> Revision:
@@ -294,7 +330,8 @@ def _fits(placement: Placement, candidates: Iterable[Candidate], budget: Placeme
     there, whole = {"device": 0, "host": 0, "nvme": 0}, False
     for candidate in candidates:
         tier = placement.get(candidate.key, "nvme")
-        there[tier] += candidate.device_nbytes if tier == "device" else candidate.nbytes_in(tier)
+        of_device = max(candidate.device_nbytes, candidate.lasts * candidate.lodged.nbytes)
+        there[tier] += of_device if tier == "device" else candidate.nbytes_in(tier)
         whole = whole or (tier == "device" and candidate.whole and not candidate.lasts)
     there["device"] += budget.scratch_nbytes * whole
     return there["device"] <= budget.device_nbytes and there["host"] <= budget.host_nbytes

@@ -482,15 +482,19 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         job = self._make_update(unit, resident=resident)
         job.call_when_done(on_done)
         if not resident:
-            self._staying.discard(unit)  # what is on the device is stale from now on
-            if not residence.users:
-                self.evict(unit)
-            elif residence.fetch is not None:
-                residence.outdate()
+            self._goes_stale(unit)
             self._lane.submit(job)
         else:
             self.lend_when_free(unit, job)
         return job
+
+    def _goes_stale(self, unit: _UnitT) -> None:
+        """A record is about to be updated, and what is on the device of its unit is not: let that leave."""
+        self._staying.discard(unit)
+        if not unit.residence.users:
+            self.evict(unit)
+        elif unit.residence.fetch is not None:
+            unit.residence.outdate()
 
     def lend_when_free(self, unit: _UnitT, job: _UpdateT) -> None:
         """Have a pass start from a resident unit's values, and release it, when its last user is gone."""

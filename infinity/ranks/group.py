@@ -48,7 +48,7 @@ import torch.distributed as dist
 import xxhash
 
 from infinity.errors import ConfigError, RanksError
-from infinity.ranks.groups import all_gather, meet, new_group, placed, store
+from infinity.ranks.groups import all_gather, backend_of, check_backend, meet, new_group, placed, store
 from infinity.ranks.machines import Hops, grid_of, neighbours, this_machine
 from infinity.ranks.places import Names
 from infinity.ranks.waiting import Waiting, brief, from_the_difference, in_one_line
@@ -570,13 +570,14 @@ def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) ->
     Under torchrun it calls torch.distributed.init_process_group if nothing has yet, with gloo for the CPU and
     NCCL for CUDA.
 
-    Raises: ConfigError for a group that this process is not in.
+    Raises: ConfigError for a group that this process is not in, and for a device without a backend.
     """
-    backend = "nccl" if device.startswith("cuda") else "gloo"
+    backend = backend_of(device)
     if not dist.is_available() or not (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1):
         if group is not None:
             raise ConfigError("a process group needs torch.distributed.init_process_group() first")
         return Ranks([0], 0, backend, timeout_s, device)
+    check_backend(device)
     device = placed(device)
     if not dist.is_initialized():
         meet(backend)

@@ -10,6 +10,10 @@ import torch
 import torch.distributed as dist
 
 from infinity.config.settings import ACCELERATORS
+from infinity.errors import ConfigError
+
+_BACKENDS = {"cuda": "nccl", "xpu": "xccl", "hpu": "hccl", "npu": "hccl"}
+"""By the type of an accelerator; the CPU's is gloo."""
 
 
 class Members(Protocol):
@@ -60,6 +64,21 @@ def meet(backend: str) -> None:
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     own = dist.distributed_c10d.PrefixStore(f"infinity/restart {restart}", meeting)
     dist.init_process_group(backend, store=own, rank=rank, world_size=size)
+
+
+def backend_of(device: str) -> str:
+    """Return the backend by which ranks that compute on a device exchange what is there."""
+    return _BACKENDS.get(device.partition(":")[0], "gloo")
+
+
+def check_backend(device: str) -> None:
+    """See that torch has it. Raises: ConfigError."""
+    backend = backend_of(device)
+    if not dist.is_backend_available(backend):
+        raise ConfigError(
+            f"device={device!r} on several ranks: they need {backend.upper()}, and torch {torch.__version__} "
+            "is built without it. Use a torch that has it, one rank, or device='cpu'"
+        )
 
 
 def placed(device: str) -> str:

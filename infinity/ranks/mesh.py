@@ -29,7 +29,7 @@ import xxhash
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.planning.boxes import Box, Range, Turns, by_turns, taken
 from infinity.ranks.group import ALONE, Ranks
-from infinity.ranks.groups import placed
+from infinity.ranks.groups import backend_of, placed
 from infinity.ranks.places import Places
 from infinity.tensors import digest, is_distributed
 
@@ -369,8 +369,8 @@ def _members(mesh: DeviceMesh, number: int) -> tuple[int, ...]:
 
 def opened(members: Sequence[int], device: str, timeout_s: float) -> Ranks:
     """Connect these ranks of the world, of which this process is one."""
-    backend = "nccl" if device.startswith("cuda") else "gloo"
-    return Ranks(members, list(members).index(dist.get_rank()), backend, timeout_s, placed(device))
+    number = list(members).index(dist.get_rank())
+    return Ranks(members, number, backend_of(device), timeout_s, placed(device))
 
 
 def open_mesh(of: DataOfMesh, device: str, timeout_s: float) -> tuple[Ranks, MeshRanks, Ranks]:

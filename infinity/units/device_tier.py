@@ -6,8 +6,9 @@ A unit that is lodged keeps a copy of `hi` there, whose original is below, until
 record that lives there has all of its fields there and nowhere else: it is used in place, and updated there
 (see device_updates). Its gradients stay there, too, until they are applied. It comes up and goes down between
 steps, by passes of the lane, while nobody uses it. Where torch has no memory for it, it stays below, and no
-more lives there from then on than did. Should units in use take more than their share, one record
-after the other leaves in the middle of a step, and the room for such records is less from then on.
+more lives there from then on than did; of several ranks none brings up what another has no memory for. Should
+units in use take more than their share, one record after the other leaves in the middle of a step, and the
+room for such records is less from then on.
 """
 
 from __future__ import annotations
@@ -61,11 +62,14 @@ class DeviceTier:
         budget: DeviceBudget,
         lane: StreamLane,
         records: Records | None,
+        least: Callable[[int, str], int] = lambda number, _: number,
     ) -> None:
-        """Begin with nobody living there. records: None where whole records do not."""
+        """Begin with nobody living there. records: None where whole records do not. least: returns the
+        smallest number of all ranks that share the units; all of them call it.
+        """
         self.budget = budget
         self._residency, self._room, self._lane = residency, room, lane
-        self._records = records
+        self._records, self._least = records, least
         self._lodgers: frozenset[Unit] = frozenset()
         self._closed = self._resting = False
         self._full_nbytes: int | None = None
@@ -140,27 +144,42 @@ class DeviceTier:
     # Whole records
 
     def _raise(self, units: Sequence[Unit]) -> None:
-        """Bring records to the device, as far as there is room now."""
-        jobs: list[tuple[Unit, LeavePass]] = []
+        """Bring records to the device, as far as there is room now, on all ranks."""
+        if self._records is None or not units:
+            return
+        there = {one for one in self._residency.units if one.record.nbytes("device")}
+        rising: list[tuple[Unit, dict[str, Extent]]] = []
+        failed = False
         for unit in units:
-            if self._records is None or unit.residence.users:
+            if unit.residence.users:
                 continue
             missing = [name for name in unit.record.fields if not unit.record.in_device(name)]
             scratch_nbytes = 0 if self._records.updates.is_open else self.scratch_nbytes
             if not self._room.fits(_fields_nbytes(unit) + scratch_nbytes):
                 continue
-            there = {one for one in self._residency.units if one.record.nbytes("device")}
-            there.update(one for one, _ in jobs)
-            full = self._full_nbytes
-            if full is not None and self._living_nbytes({*there, unit}) > full:
+            full, with_it = self._full_nbytes, {*there, unit, *(one for one, _ in rising)}
+            if full is not None and self._living_nbytes(with_it) > full:
                 continue
             extents = self._allocate(self._records, unit, missing)
             if extents is None:
-                self._full_nbytes = self._living_nbytes(there - {unit})
+                failed = True
                 break
             self._residency.flush(unit)
             self._residency.evict(unit)
-            jobs += [(unit, self._move(unit, name, extent)) for name, extent in extents.items()]
+            rising.append((unit, extents))
+        on_all = self._least(len(rising), "raise records to the device")
+        failed = failed or on_all < len(rising)
+        for _, extents in rising[on_all:]:  # another rank has no memory for its part
+            for extent in extents.values():
+                self._records.store.free(extent)
+        rising = rising[:on_all]
+        if failed:
+            self._full_nbytes = self._living_nbytes({*there, *(one for one, _ in rising)})
+        jobs = [
+            (unit, self._move(unit, name, extent))
+            for unit, extents in rising
+            for name, extent in extents.items()
+        ]
         self._await(jobs)
         self._release_scratch()
 

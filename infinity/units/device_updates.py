@@ -8,17 +8,22 @@ come later wait, on the streams of their copies, for the update (see DeviceStore
 the device, because there was no room for it, is brought. Updates are pending until all of this is queued, and
 the record is marked as changed: a commit on another thread takes a record without any for one that is up to
 date, and is woken then.
+
+Of several ranks each updates its own part of a unit, before it gives that to the others at the next use. A
+mean of gradients is there when the thread of the collectives has seen it, so such updates wait for that use,
+also those that a backward decides.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from infinity.device.blocks import wrap
 from infinity.device.device import Device, Download
 from infinity.errors import UnsupportedError
 from infinity.lane.lane import StreamLane
@@ -47,6 +52,8 @@ class DeviceUpdates:
         self._store, self._device, self._lane, self._timeline = store, device, lane, timeline
         self._extent: Extent | None = None
         self._scratch: Scratch | None = None
+        self._later: dict[Unit, list[Callable[[], None]]] = {}
+        """What follows updates that wait for a use."""
 
     @property
     def is_open(self) -> bool:
@@ -76,8 +83,9 @@ class DeviceUpdates:
         brought = self._take_room(unit)
         began_s, before, self.busy = time.perf_counter(), self.busy, unit
         try:
-            unit.allocate()
-            unit.stop_sharing()  # others keep the values that they see
+            if not unit.in_parts:
+                unit.allocate()
+                unit.stop_sharing()  # others keep the values that they see
             self._apply(unit)
         except BaseException as error:  # a record half changed is not to be trained on
             self._lane.fail(error)
@@ -86,7 +94,22 @@ class DeviceUpdates:
             self.busy = before
             if self._device.room is not None:
                 self._device.room.give_back(brought)
+        for call in self._later.pop(unit, ()):
+            call()
         self._timeline.span("update", unit.name, began_s, time.perf_counter())
+
+    def apply_later(self, unit: Unit, on_done: Callable[[], None]) -> None:
+        """Leave what is pending for a unit to the next `apply`. on_done: called then."""
+        self._later.setdefault(unit, []).append(on_done)
+
+    def bring_part(self, unit: Unit) -> None:
+        """Copy `hi` of a record, which is this rank's part of the unit, to the unit's memory."""
+        record = unit.record
+        record.arrived("hi")
+        with torch.inference_mode(mode=False), torch.no_grad():
+            unit.part_of_rank.copy_(wrap(record.tensor("hi"), record.shard.numel, unit.flat.dtype))
+        record.used("hi")
+        self._device.assembled(unit.flat)
 
     def settle(self, record: Record) -> None:
         """Wait for all passes over a record, their writes included."""
@@ -149,6 +172,8 @@ class DeviceUpdates:
             segment = record.shard.segments[index]
             part = {name: one[segment.start : segment.stop] for name, one in at.items()}
             gradient = self._gradient(unit, index, update)
+            if not segment.numel:  # other ranks have all of it
+                continue
             steps = [*_of_zeros(update.missed), (gradient, update.scalars), *_of_zeros(update.after)]
             for values, scalars in steps:
                 make_step(update.recipe.tensors, part, values, scalars, scratch)
@@ -165,7 +190,10 @@ class DeviceUpdates:
         for index, update in unit.pending.items():
             if update.has_gradient and not update.on_device:
                 wide = 4 if update.field == "grad32" else width
-                sizes.append(segments[index].numel * wide if update.tensor is None else update.tensor.nbytes)
+                wide = wide if update.tensor is None else update.tensor.itemsize
+                sizes.append(segments[index].numel * wide)
+        if unit.in_parts and sizes:  # each rank has other parts of parameters, and all take the same
+            sizes = [4 * unit.record.shard.numel, *[1] * len(segments)]
         try:
             return room.take_all(sizes, f"{unit.name}: gradients that are brought") if room is not None else 0
         finally:
@@ -175,11 +203,9 @@ class DeviceUpdates:
         """Return an update's gradient, on the device; None for zeros."""
         if update.tensor is None and update.field is None:
             return None
-        if update.on_device and update.tensor is not None:
-            return update.tensor
         if update.tensor is not None:
             update.arriving.wait()
-            return self._device.bring(update.tensor)
+            return update.tensor if update.on_device else self._device.bring(update.tensor)
         record = unit.record
         dtype = torch.float32 if update.field == "grad32" else compute_dtype(record.schema)
         values = torch.empty(record.shard.segments[index].numel, dtype=dtype, device="cpu")
@@ -216,6 +242,7 @@ def bring_down(unit: Unit, device: Device) -> None:
     """Have the gradients of pending updates leave the device, for a pass of the lane to apply them."""
     for index, update in list(unit.pending.items()):
         if update.on_device and update.tensor is not None:
+            update.arriving.wait()
             copy: Download = device.download(update.tensor, ours=False)
             unit.pending[index] = update._replace(tensor=copy.tensor, arriving=copy.transfer, on_device=False)
 

@@ -22,12 +22,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
+import xxhash
 
 from infinity.lane.lane import StreamLane
 from infinity.lane.passes import LeavePass
@@ -47,6 +49,7 @@ from infinity.planning.placement import (
     is_of_most_steps,
     place,
     revise,
+    revise_in_turn,
 )
 from infinity.records.record import Record
 from infinity.sizes import BLOCK, round_up
@@ -77,9 +80,11 @@ class Pins:
         kept: Ledger,
         stores: tuple[HostStore, Store],
         tier: DeviceTier | None = None,
+        same: Callable[[int, str], bool] | None = None,
     ) -> None:
         """Place fields of `units` in the first of `stores` as far as `kept` has room; else in the second.
-        tier: where `hi` may live as well, None for nowhere.
+        tier: where `hi` may live as well, None for nowhere. same: of several ranks, says whether all of them
+        have the same number; all of them call it.
         """
         self.revisions = 0
         """How often the placement was changed."""
@@ -91,7 +96,7 @@ class Pins:
         self._lane = lane
         self._kept = kept
         self._host, self._nvme = stores
-        self._tier = tier
+        self._tier, self._same = tier, same
         self._placement: dict[Key, Tier] = {}
         self._host_nbytes = np.zeros(len(units), np.int64)
         """What fields that are placed in host memory take there, of each unit."""
@@ -117,7 +122,10 @@ class Pins:
             return
         frozen = [unit for unit in self._units if not unit.trainable and not self._tier.is_routed(unit)]
         weights = [
-            Candidate(one.index, "hi", one.record.field_nbytes("hi"), 1.0, 0.0, moves=False) for one in frozen
+            Candidate(
+                one.index, "hi", one.record.field_nbytes("hi"), 1.0, 0.0, moves=False, copies=_parts(one)
+            )
+            for one in frozen
         ]  # what the device has no room for stays where it is, until the first step is counted
         self._placement = dict(place(weights, self._budget(0)))
         self._lodge(moves=False)
@@ -253,7 +261,7 @@ class Pins:
         """
         self._forget_own()
         held = self._budget(0, self._in_use_nbytes() + nbytes)
-        self._revise(self._revision(self._frequencies, held))
+        self._revise(self._revision(self._frequencies, held, by_all=False))
 
     def _revision(
         self,
@@ -261,22 +269,30 @@ class Pins:
         budget: PlacementBudget,
         horizon_steps: int = HORIZON_STEPS,
         records: AbstractSet[int] | None = None,
+        *,
+        by_all: bool = True,
     ) -> Revision:
-        """Decide. records: of a round, the units whose whole records live on the device, and stay there."""
+        """Decide. records: of a round, the units whose whole records live on the device, and stay there.
+        by_all: whether all ranks decide, if there are several; else nothing comes to the device or leaves it.
+        """
         fields = self._fields
         fields.look()
         if self._tier is None and self._nvme is not self._host and fields.nbytes.all():
             packed = self._packed_nbytes if self._packs else None
             columns = fields.columns(expected, self._placement, packed)
             return revise_in_host(self._placement, fields.keys, columns, budget, horizon_steps)
-        candidates = list(self._candidates(expected))
-        if records is None:
-            return revise(self._placement, candidates, budget, horizon_steps)
-        old = {key: tier for key, tier in self._placement.items() if key[0] not in records}
-        movable = [
-            replace(one, whole=False) if one.whole else one for one in candidates if one.unit not in records
-        ]
-        return revise(old, movable, budget, horizon_steps)
+        candidates, old = list(self._candidates(expected)), self._placement
+        if records is not None:
+            old = {key: tier for key, tier in old.items() if key[0] not in records}
+            candidates = [
+                replace(one, whole=False) if one.whole else one
+                for one in candidates
+                if one.unit not in records
+            ]
+        if self._tier is None or self._same is None:
+            return revise(old, candidates, budget, horizon_steps)
+        agreed = partial(_are_same, self._same) if by_all else _never
+        return revise_in_turn(old, candidates, budget, horizon_steps, agreed)
 
     def _forget_own(self) -> None:
         """Forget the place of what has left its checkpoint's files since, where that is no longer its own.
@@ -440,9 +456,8 @@ class Pins:
                 packed = self._packed_nbytes(unit.record, name)
                 beside = (gradients_nbytes or 0) * (name == unit.record.fields[-1])
                 whole = gradients_nbytes is not None
-                yield Candidate(
-                    unit.index, name, nbytes, reads, updates, lasts, moves, packed, whole, beside, opens
-                )
+                of_device = whole, beside, opens, _parts(unit)
+                yield Candidate(unit.index, name, nbytes, reads, updates, lasts, moves, packed, *of_device)
 
     def _set_targets(self) -> None:
         """Give fields their place in host memory, as far as this step's gradients leave room by now."""
@@ -497,3 +512,21 @@ class Pins:
             self._lane.wait(job, finished=True)
             if unit.residence.fetch is None:
                 unit.unbind()
+
+
+def _parts(unit: Unit) -> int:
+    """Return of how many ranks' parts a unit is put together."""
+    return len(unit.record.holders.members)
+
+
+def _are_same(same: Callable[[int, str], bool], placement: Placement) -> bool:
+    """Whether all ranks have decided alike what lives on their devices."""
+    said = str(list(placement)).encode()
+    if same(xxhash.xxh3_64_intdigest(said) >> 1, "place what lives on the device"):
+        return True
+    logger.warning("placement: the ranks expect different uses of units, and what lives on devices stays")
+    return False
+
+
+def _never(_: Placement) -> bool:
+    return False

@@ -229,8 +229,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         """
         if self._is_lodged(unit):
             return True
-        record = unit.record
-        return unit.in_place and (record.all_in_host or record.on_device or not self.updates_at_fetch)
+        return unit.in_place and (unit.record.all_in_host or not self.updates_at_fetch)
 
     # On an accelerator
 
@@ -240,20 +239,32 @@ class UnitResidency(Residency[Unit, UpdatePass]):
 
     def apply_on_device(self, unit: Unit, on_done: Callable[[], None]) -> None:
         """Apply a unit's pending updates, where its record is on the device: now, or in a backward that still
-        uses it when its last user is gone. on_done: called then.
+        uses it when its last user is gone; of several ranks at its next use, as their mean may still be on
+        its way. on_done: called then.
         """
         self.frequencies.updated(unit.index)
+        if unit.in_parts and self._device_updates is not None:
+            self._goes_stale(unit)
+            self._device_updates.apply_later(unit, on_done)
+            return
         if unit.residence.users:
             self._due[unit] = on_done
             return
         self._update_on_device(unit)
         on_done()
 
-    def _update_on_device(self, unit: Unit) -> Job:
+    def _update_on_device(self, unit: Unit) -> DeviceUpdates:
         if self._device_updates is None:
             raise AssertionError(f"{unit.name} is on the device, and nothing updates it there")
         self._device_updates.apply(unit)
-        return NO_FETCH
+        return self._device_updates
+
+    def _fetch_on_device(self, unit: Unit) -> Job:
+        updates = self._update_on_device(unit)
+        if self._assembler is None or not unit.in_parts:
+            return NO_FETCH
+        updates.bring_part(unit)
+        return self._assembler.assemble(unit, Job(self._lane, done=True), unit)
 
     def release(self, unit: Unit) -> None:
         """See Residency."""
@@ -267,7 +278,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         """Whether a unit lives on the device, and is there with its present values; a whole record always is,
         and what is pending for it moves nothing.
         """
-        if unit.record.on_device:
+        if unit.on_device:
             return True
         return unit.residence.lodged and unit.residence.processed and not unit.pending
 
@@ -427,7 +438,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
 
     def _begin_fetch(self, unit: Unit, *, urgent: bool) -> Job:
         if unit.record.on_device:
-            return self._update_on_device(unit)
+            return self._fetch_on_device(unit)
         if self._device_updates is not None:
             bring_down(unit, self._device)
         if self._assembler is not None and (again := self._assembler.again(unit)) is not None:

@@ -71,6 +71,8 @@ class Unit:
         """Whether any parameter is a DTensor: see [Note: distributed parameters] in sharded."""
         self.record = record
         self.base = base
+        self.in_parts = len(record.holders.members) > 1
+        """Whether its record is a part of it, and other ranks have the rest."""
         self.resident_nbytes = record.schema.width * record.unit_layout.numel
         """Bytes on the device while resident."""
         self.flat = torch.empty(0, dtype=compute_dtype(record.schema), device="cpu")
@@ -184,7 +186,12 @@ class Unit:
     @property
     def in_place(self) -> bool:
         """Whether the unit is always where it computes: being resident takes no memory and no transfer."""
-        return (self._opened.in_place and self.record.in_host("hi")) or self.record.on_device
+        return (self._opened.in_place and self.record.in_host("hi")) or self.on_device
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it is used, on an accelerator, where its record lies."""
+        return self.record.on_device and not self.in_parts
 
     @property
     def comes_in_place(self) -> bool:
@@ -207,12 +214,12 @@ class Unit:
             self._bind(self._opened.blocks.come(self.layout.numel, self.flat.dtype), None)
         elif memory is not self._memory:
             self._bind(wrap(memory, self.layout.numel, self.flat.dtype), memory)
-        if self.record.on_device:
+        if self.on_device:
             self.record.arrived("hi")
 
     def _place_of_hi(self) -> mmap | torch.Tensor | None:
         """Return the memory of `hi` in which the unit is resident, to stay; None where there is none."""
-        if self.record.on_device:
+        if self.on_device:
             return self.record.tensor("hi")
         return self.record.memory("hi") if self._opened.in_place else None
 
@@ -296,7 +303,7 @@ class Unit:
         """
         shared = self.shares() != self._own_shares and self._is_shared()
         if self._pinned:
-            if self.record.on_device:
+            if self.on_device:
                 self.record.used("hi")
             if not shared:
                 return

@@ -24,7 +24,9 @@ def sees(monkeypatch):
     devices._say_device.cache_clear()
 
 
-@pytest.mark.parametrize(("kind", "device"), [(None, "cpu"), ("cuda", "cuda"), ("mps", "cpu")])
+@pytest.mark.parametrize(
+    ("kind", "device"), [(None, "cpu"), ("cuda", "cuda"), ("mps", "cpu"), ("xpu", "cpu")]
+)
 def test_the_accelerator_that_torch_sees_is_taken_if_it_is_supported_and_said_once(
     sees, caplog, kind, device
 ):

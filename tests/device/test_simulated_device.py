@@ -26,6 +26,8 @@ ORDERS = [f"order: {name}{more}" for name in simulated_faults.ORDERS for more in
 FROZEN = ["frozen, no room", "frozen, room for half", "frozen, room for all"]
 RECORDS = ["records, no room", "records, room for half", "records, room for all", "records, later"]
 PLANTED = [f"fault: {name}" for name in simulated_faults.BUDGETS]
+BY_NAME = "by name, 0.2 ms"
+TOGETHER = ["2 ranks, on the device, room for all, 0.2 ms"]
 TOWERS = [*FROZEN, *RECORDS, "trained, no room", "trained, room for all", "clipped"]
 LAYER = simulated_tiers.LAYER_NBYTES
 SETTLED = 2
@@ -36,7 +38,7 @@ SETTLED = 2
 def default():
     """What the quick cases said, of one process that imports and compiles for all of them."""
     faults = [f"fault: {name}" for name in FAULTS]
-    return simulated.results(*TRAININGS, *LORA, *faults, *ORDERS, *TOWERS, *PLANTED)
+    return simulated.results(*TRAININGS, *LORA, *faults, *ORDERS, *TOWERS, *PLANTED, *TOGETHER, BY_NAME)
 
 
 def of(said, name):
@@ -95,6 +97,15 @@ def test_a_single_order_holds_and_is_missed_when_it_is_dropped(default, name):
     assert simulated_faults.ORDERS[name].caught in dropped["failure"]
 
 
+def test_an_accelerator_that_is_known_by_its_name_alone_trains_with_the_bits_of_the_recipe(default):
+    one = of(default, BY_NAME)
+    assert (one["killed"], one["raised"], one["failure"]) == ("", "", ""), one
+    assert (one["losses"], one["different"], one["late_copies"]) == (True, [], 0)
+    (warned,) = one["warned"]
+    assert "cannot be page-locked: torch locks no memory" in warned
+    assert "ulimit" not in warned
+
+
 def test_without_a_compiler_the_cases_are_skipped_and_say_why(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(pytest.skip.Exception, match=r"needs a C\+\+ compiler, and there is no g\+\+"):
@@ -106,7 +117,7 @@ def test_without_a_compiler_the_cases_are_skipped_and_say_why(monkeypatch):
 @pytest.mark.parametrize("half", [0, 1])
 def test_every_case_has_the_bits_of_the_recipe_at_every_delay(delay, half):
     named = [f"{base}, {delay}" for base in simulated_cases.BASES]
-    names = [name for name in named if name not in TRAININGS + LORA][half::2]
+    names = [name for name in named if name not in TRAININGS + LORA and "by name" not in name][half::2]
     assert_exact(names, simulated.results(*names))
 
 
@@ -121,6 +132,38 @@ def test_every_other_dropped_order_is_found_in_a_training():
 def test_two_ranks_have_the_bits_of_plain_data_parallelism_at_every_delay(delay):
     names = [name for name in simulated_ranks.CASES if name.endswith(f", {delay}")]
     assert_exact(names, simulated.results(*names))
+
+
+def test_several_ranks_update_their_parts_of_records_on_their_devices_and_nothing_goes_over_the_link(default):
+    assert_exact(TOGETHER, default)
+    for one in default[TOGETHER[0]]:
+        assert one["records"] == one["on_device"] == one["whole"]
+        assert (
+            one["uploaded"][SETTLED:] == one["downloaded"][SETTLED:] == [0] * len(one["uploaded"][SETTLED:])
+        )
+
+
+def test_ranks_queue_the_same_collectives_in_one_order_each_kind_on_a_stream_of_its_own(default):
+    first, second = default[TOGETHER[0]]
+    assert first["collectives"] == second["collectives"]
+    assert {"infinity-gather", "infinity-reduce"} == set(first["collectives"])
+    for one in (first, second):
+        streams = [number for numbers in one["streams"].values() for number in numbers]
+        assert len(streams) == len({*streams, one["computes_on"]} - {one["computes_on"]}) == 2
+
+
+@pytest.mark.slow
+def test_of_several_ranks_what_has_room_on_their_devices_lives_there():
+    cases = {name: f"2 ranks, on the device, {name}, 0.2 ms" for name in simulated_ranks.TIER}
+    said = simulated.results(*cases.values())
+    assert_exact(cases.values(), said)
+    for one in said[cases["room for half"]]:
+        assert 0.3 < one["records"] / one["whole"] < 0.8
+    for one in said[cases["frozen"]]:  # of the blocks all of each unit, of the rest this rank's part
+        assert one["records"] < one["on_device"]
+        assert one["uploaded"][SETTLED:] == [0] * len(one["uploaded"][SETTLED:])
+    for one in said[cases["summed and clipped"]]:
+        assert one["uploaded"][SETTLED:] == [0] * len(one["uploaded"][SETTLED:])
 
 
 # The device as a tier
@@ -177,6 +220,16 @@ def test_in_a_steady_step_with_room_the_thread_of_the_backward_does_not_wait_for
     one = of(default, name)
     assert one["waits_of_backward"][-1] == 0
     assert one["waits_of_caller"] > 0, "it reads each loss"
+
+
+@pytest.mark.parametrize("name", ["frozen, no room", "records, no room", "records, room for half", "clipped"])
+def test_else_it_waits_only_where_it_would_run_further_ahead_than_the_budget_allows(default, name):
+    one = of(default, name)
+    assert one["waits_of_backward"][-1] <= one["waits_for_room"][-1]
+
+
+def test_of_several_ranks_the_thread_of_the_backward_does_not_wait_for_the_device_either(default):
+    assert [one["waits_of_backward"][-1] for one in default[TOGETHER[0]]] == [0, 0]
 
 
 def test_records_that_fit_the_device_are_updated_there_and_nothing_goes_over_the_link(default):

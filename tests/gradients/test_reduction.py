@@ -29,7 +29,10 @@ class Unit:
         self.parameters = [types.SimpleNamespace(grad=None) for _ in range(parameters)]
         self.pending = {}
         self.record = types.SimpleNamespace(
-            shard=Holders(2).shard_of(self.layout, 0), holders=holders or Holders(2), is_elsewhere=False
+            shard=Holders(2).shard_of(self.layout, 0),
+            holders=holders or Holders(2),
+            is_elsewhere=False,
+            on_device=False,
         )
 
 
@@ -62,12 +65,12 @@ class Means:
     def __init__(self):
         self.came, self.added = {}, []
 
-    def reduced(self, gradient, mean, arriving, *, keep):
+    def reduced(self, gradient, mean, arriving, lease, *, keep):
         assert keep
         gradient.comes(arriving)
         self.came[gradient.unit.name, gradient.index] = mean
 
-    def add_mean(self, gradient, tensor):
+    def add_mean(self, gradient, tensor, lease):
         self.added.append((gradient.unit.name, tensor))
 
 

@@ -4,8 +4,9 @@ import gc
 
 import pytest
 
-from infinity.lane.outgoing import OutgoingShare, end_all
+from infinity.lane.outgoing import OutgoingShare, end_all, leases_of
 from infinity.planning import queue
+from infinity.storage.memory import Ledger
 from infinity.timeline import Timeline
 
 
@@ -153,3 +154,16 @@ def test_a_download_waits_for_memory_as_long_as_something_can_free_it(share):
     share._device.refusals = 5
     share.await_buffer(10, 1)  # the third, and then nothing is under way
     assert waited_for(*jobs) == [True, True, True]
+
+
+def test_bytes_that_leases_have_in_common_go_back_with_the_last_of_them():
+    ledger = Ledger(100)
+    ledger.reserve_anyway(60)
+    first, second, third = leases_of(ledger, 60, 3)
+    first.end()
+    first.end()
+    del second
+    gc.collect()
+    assert ledger.held_nbytes == 60
+    third.end()
+    assert ledger.held_nbytes == 0

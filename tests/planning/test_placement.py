@@ -16,6 +16,7 @@ from infinity.planning.placement import (
     opening,
     place,
     revise,
+    revise_in_turn,
     spread,
 )
 from infinity.planning.plan import Plan
@@ -322,3 +323,44 @@ def test_with_less_room_than_before_records_leave_the_device():
     assert len(units_of(after.placement)) == 2
     assert {(move.source, move.target) for move in after.moves} == {("device", "nvme")}
     assert "less room" in after.reason
+
+
+# Of several ranks
+
+
+def test_what_lives_on_the_devices_of_ranks_does_not_depend_on_the_room_of_their_hosts():
+    found = [
+        revise_in_turn({}, trained(6), PlacementBudget(2 * RECORD, host, 40), agreed=lambda _: True)
+        for host in (0, 50, 10 * RECORD)
+    ]
+    there = [[key for key, tier in one.placement.items() if tier == "device"] for one in found]
+    assert len(there[0]) == 2 * len(UNIT)
+    assert there[0] == there[1] == there[2]
+    hosts = [{key for key, tier in one.placement.items() if tier == "host"} for one in found]
+    assert (len(hosts[0]), len(hosts[2])) == (0, 4 * len(UNIT))
+    assert not hosts[2] & set(there[2])
+    for one in found:
+        assert {(move.unit, move.field) for move in one.moves} == set(one.placement)
+
+
+def test_what_ranks_have_not_agreed_on_stays_where_it_was():
+    before = revise_in_turn(
+        {}, trained(6), PlacementBudget(2 * RECORD, 0, 0), agreed=lambda _: True
+    ).placement
+    asked = []
+    after = revise_in_turn(before, trained(6), PlacementBudget(4 * RECORD, RECORD, 0), agreed=asked.append)
+    assert len(units_of(asked[0])) == 4
+    assert units_of(after.placement) == units_of(before)
+    assert units_of(after.placement, "host")
+    assert not units_of(after.placement, "host") & units_of(before)
+
+
+def test_a_copy_on_the_device_takes_the_shares_of_all_ranks_and_a_record_its_own():
+    frozen = [Candidate(unit, "hi", 20, 2, 0, copies=4) for unit in range(10, 14)]
+    budget = PlacementBudget(2 * 80 + RECORD, 0, 0)
+    placement = place([*trained(2), *frozen], budget)
+    assert len(units_of(placement) - {0, 1}) == 3
+    placement = revise({}, [*trained(2), *frozen[:2]], budget).placement
+    assert len(units_of(placement)) == 3
+    kept = revise(placement, [*trained(2), *frozen[:2]], replace(budget, device_nbytes=2 * 80 + RECORD - 1))
+    assert "less room" in kept.reason

@@ -1,5 +1,6 @@
 """What each block keeps within a budget. Trusted: arithmetic on blocks that are made up."""
 
+import re
 from dataclasses import asdict
 
 import pytest
@@ -70,6 +71,21 @@ def test_a_larger_budget_keeps_all_that_a_smaller_one_keeps_and_recomputes_for_n
         assert plan.peak_nbytes <= budget
         before, seconds = kept, plan.recomputed_s
     assert plan_activations(measured, 10**6, NOWHERE).recomputed_s == 0
+
+
+def test_no_step_takes_longer_with_a_larger_budget_also_where_inputs_wait_elsewhere():
+    blocks = [BlockMemory(60 + n % 3, 60, 60 + 40 * (n % 4), 20 + n, 1.0 + n % 5) for n in range(16)]
+    measured, tiers, seconds = step(blocks), InputTiers(host_nbytes=200, nvme=True), []
+    with pytest.raises(ConfigError) as refused:
+        plan_activations(measured, 1, tiers)
+    least = int(re.search(r"works is activation_memory=(\d+)", str(refused.value))[1])
+    for budget in range(least, measured.peak_nbytes([KEEP] * 16) + 3, 3):
+        plan = plan_activations(measured, budget, tiers)
+        away_s = sum({HOST: 0.1, NVME: 0.5}.get(place, 0.0) for place in plan.places)
+        assert plan.peak_nbytes <= budget
+        seconds.append(plan.recomputed_s + away_s)
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] == 0 < sum(one.seconds for one in blocks) < seconds[0]
 
 
 def test_the_ends_are_all_and_none():

@@ -520,7 +520,10 @@ TRIED = {
         in_init(lambda lab: lab.model()),
         in_init(lambda lab: infinity.AdamW(nn.Linear(4, 4).parameters())),
     ],
-    "devices other than CPU and CUDA": [lambda lab: lab.model(device="tpu")],
+    "a device of another type than CPU, CUDA, `xpu`, `mtia`, `hpu` and `npu`; one that torch does not see": [
+        lambda lab: lab.model(device="tpu"),
+        lambda lab: lab.model(device="xpu"),
+    ],
     "`infinity.snapshot` of a run that is not durable": [
         lambda lab: infinity.snapshot(lab.model(), lab.folder / "snapshot")
     ],

@@ -18,6 +18,7 @@ import models
 import quantised
 import simulated_faults
 from infinity import AdamW, Init, stats
+from infinity.config import settings
 from infinity.engine import engine as engine_module
 from infinity.engine.engine import engine_of_model
 from infinity.errors import DeviceMemoryError
@@ -36,6 +37,7 @@ class Case:
     """model: a name of models.MODELS, or "lora" or "experts"; device: device_memory; interrupted: a hook
     raises in one backward; evaluated: parts of the model run before each step; speculates: updates are made
     before they are decided, and clipping is the optimizer's; length: of the sequences;
+    by_name: the device is one that has no vendor's part;
     copy_us, kernel_us, event_us: delays in microseconds, with `jitter`, a seed, 0 to twice as long; fault: of
     simulated_faults.
     """
@@ -53,6 +55,7 @@ class Case:
     speculates: bool = False
     steps: int = 3
     length: int = 16
+    by_name: bool = False
     copy_us: int = 200
     kernel_us: int = 0
     event_us: int = 50
@@ -137,6 +140,7 @@ BASES = {
     "experts": replace(LLAMA, model="experts", memory="256KiB", device=WIDER),
     "interrupted": replace(LLAMA, interrupted=True, update="forward", memory="64MiB"),
     "evaluated": replace(LLAMA, evaluated=True),
+    "by name": replace(CLIPPED, by_name=True, device=None, steps=2),
 }
 DELAYS = {
     "at once": {"copy_us": 0, "kernel_us": 0},
@@ -225,10 +229,10 @@ def expected(case):
     return train(case, model, optimizer, "cpu"), model.state_dict()
 
 
-def opened(case, folder, device_memory, place="sim", **settings):
-    settings |= {"offload_activations": case.offload} if case.offload else {}
+def opened(case, folder, device_memory, place="sim", **more):
+    more |= {"offload_activations": case.offload} if case.offload else {}
     torch.manual_seed(0)
-    with Init(nvme=folder, host_memory=case.memory, device=place, device_memory=device_memory, **settings):
+    with Init(nvme=folder, host_memory=case.memory, device=place, device_memory=device_memory, **more):
         return models.MODELS[case.model]()
 
 
@@ -286,6 +290,8 @@ def run(case: Case, simulator: Simulator) -> dict[str, object]:
         gc.collect()
         simulator.delay(case.copy_us, case.kernel_us, case.jitter, case.event_us)
         simulator.restart()
+        if case.by_name:
+            settings.ACCELERATORS["sim"] = settings.ACCELERATORS["xpu"]
         if case.fault:
             simulated_faults.FAULTS[case.fault].plant(engine_module)
         here, values, held = found(case, simulator, plain_pass)

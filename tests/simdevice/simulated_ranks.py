@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import tempfile
+import threading
 
 import torch
 import torch.distributed as dist
@@ -12,6 +15,7 @@ from infinity import AdamW, stats
 from infinity.engine.engine import engine_of_model
 from infinity.ranks.group import Channel
 from infinity.reference import ReferenceAdamW, prepare
+from infinity.reference import clip_grad_norm_ as reference_clip
 from places import disk
 from simulated_counts import Uses, plain_uses
 from simulator import Simulator
@@ -22,11 +26,22 @@ STAGES = {
     f"stage {stage}, {update}": {"stage": stage, "update": update, "device": device}
     for stage, update, device in (
         (3, "backward", "512KiB"),
-        (3, "forward", None),
+        (3, "forward", "512KiB"),
         (1, "forward", "1536KiB"),
         (2, "backward", "1MiB"),
     )
 }
+ALL = {"stage": 3, "update": "backward", "device": None, "steps": 4}
+TIER = {
+    "room for all": ALL,
+    "room for half": {**ALL, "device": "1536KiB"},
+    "summed and clipped": {**ALL, "update": "forward", "accumulate": 2, "clip": 0.05},
+    "summed in little room": {**ALL, "update": "forward", "accumulate": 3, "device": "768KiB"},
+    "frozen": {**ALL, "frozen": True},
+    "in host memory": {**ALL, "nvme": False, "device": "1MiB"},
+}
+"""Cases of stage 3 in which a rank's parts of records live on its device."""
+STAGES |= {f"on the device, {name}": case for name, case in TIER.items()}
 DELAYS = {"at once": (0, 0), "0.2 ms": (200, 20), "20 ms": (20_000, 50)}
 """Of copies and of kernels, in microseconds."""
 CASES = {
@@ -35,12 +50,20 @@ CASES = {
     for delay, delays in DELAYS.items()
 }
 _gather, _exchange = Channel.gather, Channel.exchange
+COLLECTIVES = collections.defaultdict(list)
+"""What a thread has exchanged, in order, and on which stream."""
+
+
+def note(what):
+    stream = torch.accelerator.current_stream().stream_id
+    COLLECTIVES[threading.current_thread().name].append((what, stream))
 
 
 def gather_over_host(channel, whole, part, what):
     """Channel.gather for gloo, which knows the host's memory alone."""
     if whole.device.type == "cpu":
         return _gather(channel, whole, part, what)
+    note(what)
     rows = torch.empty(whole.shape, dtype=whole.dtype)
     _gather(channel, rows, part.cpu(), what)
     whole.copy_(rows)
@@ -51,26 +74,44 @@ def exchange_over_host(channel, received, sent, what):
     """The same for Channel.exchange."""
     if sent.device.type == "cpu":
         return _exchange(channel, received, sent, what)
+    note(what)
     rows = torch.empty(received.shape, dtype=received.dtype)
     _exchange(channel, rows, sent.cpu(), what)
     received.copy_(rows)
     return None
 
 
-def backward(model, step, place):
-    ids = models.batch(1000 * dist.get_rank() + step).to(place)
+def backward(model, number, place):
+    ids = models.batch(1000 * dist.get_rank() + number).to(place)
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     return loss.item()
 
 
-def train(model, optimizer, place):
-    losses = []
-    for step in range(3):
-        losses.append(backward(model, step, place))
+def train(model, optimizer, place, case, after_step=lambda: None):
+    losses, micros = [], case.get("accumulate", 1)
+    for step in range(case.get("steps", 3)):
+        losses += [backward(model, micros * step + micro, place) for micro in range(micros)]
+        if "clip" in case:
+            clip(model, optimizer, case["clip"])
         optimizer.step()
         optimizer.zero_grad()
+        after_step()
     return losses
+
+
+def clip(model, optimizer, max_norm):
+    if isinstance(optimizer, ReferenceAdamW):
+        reference_clip(optimizer, max_norm)
+    else:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def freeze(model, case):
+    """Freeze the blocks, where the case says so; return what is trained."""
+    for parameter in model.model.layers.parameters() if case.get("frozen") else ():
+        parameter.requires_grad = False
+    return [one for one in model.parameters() if one.requires_grad]
 
 
 def run(name: str, simulator: Simulator) -> dict[str, object]:
@@ -86,12 +127,14 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
     ):
         torch.manual_seed(0)
         plain = models.MODELS["llama"]()
-        for parameter in plain.parameters():
+        trained = freeze(plain, case)
+        for parameter in trained:
             parameter.register_hook(mean_over_ranks)
         prepare(plain, torch.bfloat16).train()
-        expected = train(plain, ReferenceAdamW(plain.parameters(), **SETTINGS), "cpu")
+        expected = train(plain, ReferenceAdamW(trained, **SETTINGS), "cpu", case)
         torch.manual_seed(0)
         model = prepare(models.MODELS["llama"](), torch.bfloat16).train()
+        freeze(model, case)
         activations, plain_pass = plain_uses(model, lambda model: backward(model, 0, "sim"), simulator)
         del model
         simulator.delay(*case["delays"], 1 + dist.get_rank(), 50)
@@ -99,7 +142,7 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         before = simulator.counts()["allocated"]
         ours = models.build(
             "llama",
-            nvme=folder,
+            nvme=folder if case.get("nvme", True) else None,
             host_memory="64MiB",
             device="sim:0",
             device_memory=case["device"],
@@ -109,8 +152,14 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         room = engine_of_model(ours).device.room
         before += sum(room.nbytes(one.nbytes) for one in ours.buffers())
         uses = Uses(ours, lambda: simulator.counts()["allocated"] - before - room.ledger.held_nbytes)
-        optimizer = AdamW(ours.parameters(), update=case["update"], **SETTINGS)
-        losses = train(ours, optimizer, "sim")
+        optimizer = AdamW(freeze(ours, case), update=case["update"], **SETTINGS)
+        seen, waits = [stats(ours)], [0]
+
+        def after_step():
+            seen.append(stats(ours))
+            waits.append(sum(map(simulator.waits_of, uses.threads)))
+
+        losses = train(ours, optimizer, "sim", case, after_step)
         most = simulator.counts()["peak"] - before
         found = {key: value.cpu() for key, value in ours.state_dict().items()}
     torch.accelerator.synchronize()
@@ -121,6 +170,19 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         "different": different,
         "most": most,
         "activations": activations,
-        "device_memory": stats(ours).device_budget_nbytes,
+        "device_memory": seen[-1].device_budget_nbytes,
         "uncounted": uses.beside(plain_pass),
+        "uploaded": [one.since(other).uploaded_nbytes for other, one in itertools.pairwise(seen)],
+        "downloaded": [one.since(other).downloaded_nbytes for other, one in itertools.pairwise(seen)],
+        "waits_of_backward": [after - before for before, after in itertools.pairwise(waits)],
+        "on_device": seen[-1].device_nbytes,
+        "collectives": {name: [what for what, _ in those] for name, those in COLLECTIVES.items()},
+        "streams": {name: sorted({stream for _, stream in those}) for name, those in COLLECTIVES.items()},
+        "computes_on": torch.accelerator.current_stream().stream_id,
+        "records": sum(unit.record.nbytes("device") for unit in engine_of_model(ours).units),
+        "whole": sum(
+            unit.record.field_nbytes(name)
+            for unit in engine_of_model(ours).units
+            for name in unit.record.fields
+        ),
     }

@@ -188,11 +188,12 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         held = engine.device.room.ledger
         uses = Uses(ours, lambda: simulator.counts()["allocated"] - before - held.held_nbytes)
         optimizer = AdamW(_trained(ours), update=tower.update, **SETTINGS)
-        seen, waits = [stats(ours)], [0]
+        seen, waits, for_room = [stats(ours)], [0], [0]
 
         def after_step():
             seen.append(stats(ours))
             waits.append(sum(map(simulator.waits_of, uses.threads)))
+            for_room.append(engine.device.room.waits)
 
         losses = train(tower, ours, optimizer, "sim", after_step)
         uncounted = uses.beside(plain_pass)
@@ -220,6 +221,7 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         "waits_of_clipping": of_clipping,
         "waits_of_caller": simulator.waits_of(threading.get_native_id()),
         "waits_of_backward": [after - before for before, after in itertools.pairwise(waits)],
+        "waits_for_room": [after - before for before, after in itertools.pairwise(for_room)],
         "plan": seen[-1].plan.splitlines()[0],
         "timeline": timeline,
         "printed": str(seen[-1]),

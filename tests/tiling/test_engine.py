@@ -14,6 +14,7 @@ from covers import matrix
 from infinity import tiling
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
+from infinity.units.residency import UnitResidency
 from parity import repeatable
 
 pytestmark = pytest.mark.disk
@@ -142,6 +143,27 @@ def test_slices_train_as_in_memory_and_fetch_a_unit_once_for_all_of_them(folder,
     assert uses <= 3 * parts, (
         f"{uses} uses of {parts} units: once in the forward, once or twice in the backward"
     )
+
+
+def test_units_are_held_as_often_for_eight_slices_as_for_one(folder, monkeypatch):
+    held, hold = [], UnitResidency.hold
+
+    def counted(residency, unit, phase):
+        held.append(unit)
+        hold(residency, unit, phase)
+
+    monkeypatch.setattr(UnitResidency, "hold", counted)
+
+    def holds(rows):
+        model = models.build("llama", nvme=str(folder), host_memory="1MiB")
+        tiling.tile_batch_(model, 1)
+        tiling.tile_loss_(model)
+        ids = models.batch(0, rows=rows, length=8)
+        held.clear()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return len(held)
+
+    assert holds(8) == holds(1) > 0
 
 
 @pytest.mark.parametrize("sliced", ["batch", "sequence"])

@@ -17,7 +17,7 @@ from infinity import SGD, Adagrad, Adam, AdamW, Init, Lion, gathered, stats
 from infinity.device.device import AcceleratorDevice
 from infinity.engine import engine as engine_module
 from infinity.engine.engine import engine_of_model
-from infinity.gradients.store import GradientStore
+from infinity.gradients.on_device import GradientsOnDevice
 from infinity.optim.base import OffloadedOptimizer
 from infinity.records.update_rules import ADAMW
 from infinity.units import device_updates
@@ -383,7 +383,7 @@ def test_steps_of_zeros_that_follow_a_spilled_gradient_are_made(tmp_path, folder
     _, expected = with_missed_steps(tmp_path, "128KiB")
     device = AcceleratorDevice(torch.device("cpu"), LateStreams())
     monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
-    monkeypatch.setattr(GradientStore, "_stays_on_device", lambda *_, **__: False)  # without room there
+    monkeypatch.setattr(GradientsOnDevice, "take", lambda *_, **__: False)  # without room there
     _, found = with_missed_steps(folder, "128KiB")
     assert same(found, expected)
 
