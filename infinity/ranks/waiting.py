@@ -104,7 +104,11 @@ class Waiting:
             for rank in ranks:
                 key = f"{self._key} step {rank}"
                 begun[rank] = int(store().get(key)) if store().check([key]) else 0
-        fewer = [f"{self._names.of(rank)} has begun {steps}" for rank, steps in begun.items() if steps < self._steps]
+        fewer = [
+            f"{self._names.of(rank)} has begun {steps}"
+            for rank, steps in begun.items()
+            if steps < self._steps
+        ]
         if not fewer:
             return ""
         return (
