@@ -343,7 +343,8 @@ class Engine:
         self.stages.watch(self._all_frozen)
         self.hooks.forward_began.append(self.stages.look)
         if self.partition is not None:
-            self.hooks.forward_began.append(ForeignParameters(self.parameters.keeps).look)
+            looks = ForeignParameters(self.parameters.keeps).look, self.ranks.waiting.forward_begins
+            self.hooks.forward_began.extend(looks)
         if self.durable is None:
             steps = ForeignSteps(self.close_step, self._all_frozen)
             self.hooks.backward_ended.append(steps.backward_ended)

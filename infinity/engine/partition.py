@@ -239,7 +239,6 @@ class Partition:
 
     def check(self, plan: Plan) -> None:
         """See Assembler. The error names the first use that differs, and what each rank has."""
-        self.ranks.waiting.step_begins()
         self._buckets.begin_step()
         if self._digest[0] is not plan:
             self._digest = plan, xxhash.xxh3_64_intdigest(str(plan).encode()) >> 1

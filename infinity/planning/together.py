@@ -105,6 +105,9 @@ REFUSED: Mapping[tuple[Feature, Feature], str] = MappingProxyType(
         (Feature.ONE_BIT, Feature.QUANTIZED_GRADIENTS): (
             "these code gradients in another way; leave one of the two out"
         ),
+        (Feature.ONE_BIT, Feature.ERROR_FEEDBACK): (
+            "it keeps errors of its own, which it feeds back by itself; leave one of the two out"
+        ),
     }
 )
 """Pairs that do not go together: why, and what to do instead. All others do."""

@@ -527,7 +527,7 @@ class Ranks:
         return RanksError(
             f"{self.names}: {what} failed after {waited_s:.1f} s (timeout "
             f"{timeout_s:.0f} s; {reason or type(error).__name__}). "
-            f"{'; '.join(lines)}{self.waiting.steps_of(missing)}. Look at the output of the ranks named, "
+            f"{'; '.join(lines)}{self.waiting.forwards_of(missing)}. Look at the output of the ranks named, "
             "then start again from the last checkpoint; Config(timeout_s=...) sets how long a rank waits."
         )
 

@@ -8,8 +8,8 @@ nothing, or waits elsewhere, is named in a warning, one for all waits at the tim
 may only be slow. Ranks that meet for different operations get an error at once (see Channel.agree), and so do
 ranks that lose the connection to one that has ended.
 
-Each rank also posts how many steps it has begun: one that is not there and has begun fewer had fewer batches,
-or is behind.
+Each rank also posts how many forwards it has begun: one that is not there and has begun fewer had fewer
+batches, or is behind.
 """
 
 from __future__ import annotations
@@ -84,35 +84,35 @@ class Waiting:
         """key: the prefix of the ranks' keys in the store. names: what messages call them."""
         self._key, self._rank, self._size = f"{key} at", rank, size
         self._timeout_s, self._told_s, self._names = timeout_s, -_APART_S, names
-        self._steps = 0
+        self._forwards = 0
         self._lock = threading.Lock()
         self._waits: list[str] = []
         self._alone: list[str] = []
 
-    def step_begins(self) -> None:
-        """Post that this rank begins a step, or a forward without gradients."""
-        self._steps += 1
+    def forward_begins(self, _module: object = None) -> None:
+        """Post that this rank begins a forward."""
+        self._forwards += 1
         with contextlib.suppress(Exception):  # the store may have died with its process
-            store().set(f"{self._key} step {self._rank}", str(self._steps))
+            store().set(f"{self._key} forward {self._rank}", str(self._forwards))
 
-    def steps_of(self, ranks: Iterable[int]) -> str:
+    def forwards_of(self, ranks: Iterable[int]) -> str:
         """Return the end of a message that names ranks which are not there: which of them have begun fewer
-        steps than this one, and the likely cause.
+        forwards than this one, and the likely cause.
         """
         begun = {}
         with contextlib.suppress(Exception):
             for rank in ranks:
-                key = f"{self._key} step {rank}"
+                key = f"{self._key} forward {rank}"
                 begun[rank] = int(store().get(key)) if store().check([key]) else 0
         fewer = [
-            f"{self._names.of(rank)} has begun {steps}"
-            for rank, steps in begun.items()
-            if steps < self._steps
+            f"{self._names.of(rank)} has begun {ones}"
+            for rank, ones in begun.items()
+            if ones < self._forwards
         ]
         if not fewer:
             return ""
         return (
-            f"; {', '.join(fewer)} steps or rounds, this rank {self._steps}: it may have had fewer batches "
+            f"; {', '.join(fewer)} forwards, this rank {self._forwards}: it may have had fewer batches "
             "(even_batches=False, or a sampler that divides unevenly); give all ranks as many"
         )
 
@@ -177,10 +177,9 @@ class Waiting:
                 "%s has waited %.0f s at %s: %s. Likely cause: evaluation, generation or "
                 "state_dict on some ranks alone (`if rank == 0: model(x)`), while others wait in a barrier "
                 "or go on. All ranks have to run what reads parameters. The rank may also be slow: the wait "
-                "goes on, up to the timeout of %.0f s.",
+                "goes on, up to the timeout of %.0f s%s.",
                 *(self._names, LOOKS_S, brief(what)),
-                "; ".join(missing) + self.steps_of(late),
-                self._timeout_s,
+                *("; ".join(missing), self._timeout_s, self.forwards_of(late)),
             )
 
     def _said(self, rank: int) -> list[str]:

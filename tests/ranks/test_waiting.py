@@ -45,31 +45,32 @@ def ranks(monkeypatch):
     return [Waiting("engine", rank, 3, 60.0) for rank in range(3)]
 
 
-def test_a_rank_with_fewer_steps_is_named_with_its_steps_and_the_likely_cause(ranks):
-    for rank, steps in enumerate([3, 2, 3]):
-        for _ in range(steps):
-            ranks[rank].step_begins()
-    said = ranks[0].steps_of([1, 2])
-    assert said.startswith("; rank 1 has begun 2 steps or rounds, this rank 3: it may have had fewer batches")
-    assert ranks[1].steps_of([0, 2]) == "", "those that wait are ahead"
+def test_a_rank_with_fewer_forwards_is_named_with_them_and_the_likely_cause(ranks):
+    for rank, count in enumerate([3, 2, 3]):
+        for _ in range(count):
+            ranks[rank].forward_begins()
+    said = ranks[0].forwards_of([1, 2])
+    assert said.startswith("; rank 1 has begun 2 forwards, this rank 3: it may have had fewer batches")
+    assert ranks[1].forwards_of([0, 2]) == "", "those that wait are ahead"
 
 
 def test_a_rank_that_has_begun_none_has_begun_0(ranks):
-    ranks[0].step_begins()
-    assert "rank 2 has begun 0 steps" in ranks[0].steps_of([2])
+    ranks[0].forward_begins()
+    assert "rank 2 has begun 0 forwards" in ranks[0].forwards_of([2])
 
 
 def test_a_store_that_has_died_says_nothing(ranks, monkeypatch):
-    ranks[0].step_begins()
+    ranks[0].forward_begins()
     monkeypatch.setattr(waiting, "store", dict)
-    ranks[0].step_begins()
-    assert ranks[0].steps_of([1]) == ""
+    ranks[0].forward_begins()
+    assert ranks[0].forwards_of([1]) == ""
 
 
 def test_a_slow_wait_warns_of_the_late_rank_and_how_far_it_is(ranks, caplog):
     caplog.set_level(logging.WARNING, "infinity")
-    ranks[0].step_begins()
+    ranks[0].forward_begins()
     with ranks[2].alone("saving"):
         ranks[0].until(Work(4), "compare plans")
     (message,) = [one.getMessage() for one in caplog.records]
-    assert "waited 0 s at compare plans: rank 1 has not come; rank 1 has begun 0 steps" in message
+    assert "waited 0 s at compare plans: rank 1 has not come. Likely cause: " in message
+    assert "up to the timeout of 60 s; rank 1 has begun 0 forwards, this rank 1: it may" in message
