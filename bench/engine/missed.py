@@ -27,12 +27,13 @@ from infinity.bench.arguments import positive
 from infinity.bench.findings import Column, Findings, asked, command, run_command
 from infinity.optim.missed import MissedStep, MissedSteps, Slice
 from infinity.optim.with_gradients import WithGradients
+from infinity.planning.layout import FP32
 from infinity.records.update_rules import ADAMW
 from infinity.records.updates import MissedUpdates, PendingUpdates
 
 _OF_STACK = 1000
 _OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "params": []}
-_RECORD = SimpleNamespace(is_elsewhere=False, schema=SimpleNamespace(state_dtype="fp32"))
+_RECORD = SimpleNamespace(is_elsewhere=False, schema=FP32)
 
 
 class _Slice:

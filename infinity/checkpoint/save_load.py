@@ -92,14 +92,11 @@ def save(
 
     Raises: FileExistsError for a folder that may not be replaced, after everything was saved in a new one
     beside it (FOLDER-2, ...; the error's filename2), so that no training is lost; StorageFullError with the
-    sizes; CheckpointError naming a value that is not plain, and UnsupportedError one that is a DTensor, and
-    where update="delayed" keeps gradients;
-    ValueError for a model that was not built in Init; ConfigError if the ranks do not share the folder, or
-    stages do; RanksError if another rank failed, with its reason.
+    sizes; CheckpointError naming a value that is not plain, and UnsupportedError one that is a DTensor, or
+    delayed gradients; ValueError for a model that was not built in Init; ConfigError if the ranks do not
+    share the folder, or stages do; RanksError if another rank failed, with its reason.
     """
-    if optimizer is not None:
-        optimizer.check_nothing_waits("infinity.save")
-    inventory = Inventory(model, optimizer)
+    inventory = to_save(model, optimizer)
     stages = StagesTogether(inventory, folder, saves=True)
     ranks = inventory.ranks
     check_named(ranks, folder, "infinity.save")
@@ -155,6 +152,16 @@ def _check_own(value: torch.Tensor, what: str) -> None:
             "value.to_local()"
         )
     name_of_dtype(value, what)
+
+
+def to_save(model: nn.Module, optimizer: OffloadedOptimizer | None) -> Inventory:
+    """Return what is to be saved.
+
+    Raises: UnsupportedError where an optimizer keeps what a checkpoint does not have.
+    """
+    if optimizer is not None:
+        optimizer.check_nothing_waits("infinity.save")
+    return Inventory(model, optimizer)
 
 
 def optimizer_out(inventory: Inventory, keep: Any) -> dict[str, Any] | None:

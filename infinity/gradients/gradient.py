@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from enum import Enum
+from enum import Enum, Flag, auto
 
 import numpy as np
 import torch
@@ -72,6 +72,16 @@ _NEXT = {
 """The forms that may follow each one."""
 
 
+class _Noted(Flag):
+    """What has been done with its values."""
+
+    FINITE = auto()
+    ASKED = auto()
+
+
+_NOTHING = _Noted(0)
+
+
 class Gradient:
     """One parameter's stored gradient."""
 
@@ -81,11 +91,10 @@ class Gradient:
         "_job",
         "_lease",
         "_ledger",
+        "_noted",
         "_unit",
         "additions",
         "arriving",
-        "asked",
-        "checked",
         "field",
         "form",
         "index",
@@ -114,10 +123,7 @@ class Gradient:
         """How often something was added to its values, unless it was zero."""
         self.scale = ONE
         """The fp32 factor that clipping recorded; applied in the update."""
-        self.checked = False
-        """Whether somebody has seen that it is finite, as a scaled loss needs."""
-        self.asked = False
-        """Whether its values were read, clipped or added to."""
+        self._noted = _NOTHING
         self._ledger = ledger
         self._charged = 0
         self._lease: Lease | None = None
@@ -157,9 +163,20 @@ class Gradient:
 
         Raises: UnsupportedError where they are gone.
         """
-        self.asked |= self.form is not Form.ZERO
+        if self.form is not Form.ZERO:
+            self._noted |= _Noted.ASKED
         if self.form is Form.APPLIED:
             raise UnsupportedError(applied_message(self.unit, what))
+
+    @property
+    def checked(self) -> bool:
+        """Whether somebody has seen that it is finite, as a scaled loss needs."""
+        return _Noted.FINITE in self._noted
+
+    @property
+    def asked(self) -> bool:
+        """Whether its values were read, set, clipped or added to."""
+        return _Noted.ASKED in self._noted
 
     def measured_by(self, square_sum: SquareSum, job: Pass) -> None:
         """Let `job` fill in the sum of squares."""
@@ -178,16 +195,16 @@ class Gradient:
 
     def multiply(self, factor: float) -> None:
         """Record a factor of clipping, in fp32."""
-        self.asked = True
+        self._noted |= _Noted.ASKED
         self.scale = np.float32(self.scale * np.float32(factor))
 
     def was_seen_finite(self) -> None:
         """Note that somebody has seen that it is finite, or skips the step where it is not."""
-        self.checked = True
+        self._noted |= _Noted.FINITE
 
     def was_asked_for(self) -> None:
         """Note that its values are the user's: assigned, or changed by an operation of torch."""
-        self.asked = True
+        self._noted |= _Noted.ASKED
 
     def fresh(self) -> Gradient:
         """Return a gradient of zeros for the same parameter."""

@@ -15,7 +15,7 @@ from streams import LateStreams
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
-WIDTH = 128
+WIDTH = 64
 
 
 @pytest.fixture

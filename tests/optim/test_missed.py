@@ -10,6 +10,7 @@ from torch import nn
 from infinity import kernels
 from infinity.optim import missed
 from infinity.optim.missed import MissedStep, MissedSteps, Slice, Stack
+from infinity.planning.layout import RecordSchema
 from infinity.records.update_rules import ADAMW
 from infinity.records.updates import PendingUpdates, Update
 
@@ -19,7 +20,7 @@ OPTIONS = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "p
 class FakeUnit:
     def __init__(self, index, state_dtype="fp32", *, is_elsewhere=False):
         self.index, self.parameters = index, [nn.Parameter(torch.zeros(1)) for _ in range(2)]
-        schema = SimpleNamespace(state_dtype=state_dtype)
+        schema = RecordSchema(state_dtype)
         self.record = SimpleNamespace(schema=schema, is_elsewhere=is_elsewhere)
         self.told, self.owed = PendingUpdates(), {}
 
