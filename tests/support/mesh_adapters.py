@@ -47,8 +47,7 @@ def adapted(place, mesh_run):
 
     def other_order():
         with infinity.Init(mesh=place.mesh, data="dp", **settings):
-            other = built(mesh_run.parallel(mesh_run.MeshModel(), place.tensor))
-        return other
+            return built(mesh_run.parallel(mesh_run.MeshModel(), place.tensor))
 
     optimizer = infinity.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.01)
     losses, _ = mesh_run.train(place, model, optimizer)
