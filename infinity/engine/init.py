@@ -21,6 +21,7 @@ from infinity.engine.hybrid import hybrid
 from infinity.engine.pretrained import loading_in_order
 from infinity.engine.quantized import leaving_packed
 from infinity.engine.recomputation import keep_to_budget
+from infinity.engine.refused import check_adapters
 from infinity.engine.scripting import refusing_scripts
 from infinity.engine.sequences import models_of_transformers, sequence_parallel
 from infinity.engine.slices import cut_activations
@@ -226,6 +227,7 @@ class Init:
             if error is None:
                 with engine.stages.ranks.together("building the stages"):
                     models = construction.finish()
+                    check_adapters(models, engine.stages.mesh)
                     engine.stages.check(has_parameters=bool(engine.units))
                     if self.config.sequence_parallel > 1:
                         _divide_sequences(models)

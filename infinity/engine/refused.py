@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
@@ -59,3 +61,25 @@ def wrong_dtype(module: nn.Module | None, name: str, parameter: torch.Tensor) ->
             f"forward compute with torch.view_as_complex(self.{name})"
         )
     return f"{message}make it torch.float32, or a buffer (register_buffer) where it is not trained"
+
+
+def check_adapters(models: Iterable[nn.Module], mesh: MeshRanks) -> None:
+    """Check that adapters of PEFT are those of whole layers: of a DTensor PEFT takes the local shape, and the
+    ranks would take their parts for copies of one adapter.
+
+    Raises: UnsupportedError.
+    """
+    for name, module in (pair for model in models for pair in model.named_modules()):
+        weight = getattr(getattr(module, "base_layer", None), "weight", None)
+        if not isinstance(weight, torch.Tensor) or not (is_distributed(weight) and mesh.is_cut(weight)):
+            continue
+        sizes = {getattr(module, "in_features", None), getattr(module, "out_features", None)}
+        own = {size for size in sizes if isinstance(size, int)} - {*weight.shape}
+        parts = [one for one in module.parameters() if not is_distributed(one) and own & {*one.shape}]
+        if parts:
+            raise UnsupportedError(
+                f"{name}: PEFT has made adapters for this rank's part of a weight of {tuple(weight.shape)}, "
+                "which is a DTensor. Adapt the whole model first (get_peft_model), inside Init, and divide "
+                "it then, adapters too: parallelize_module(layer, mesh, {'q_proj.base_layer': ColwiseParallel"
+                "(), 'q_proj.lora_B.default': ColwiseParallel()})"
+            )

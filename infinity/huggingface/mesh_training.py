@@ -143,11 +143,11 @@ class _MeshTraining:
 
             return recursively_apply(of_data, gather(values))
 
-        accelerator.gather = gathered
+        vars(accelerator)["gather"] = gathered
         try:
             return self._usual[1](self._share(dataloader), *args, **options)
         finally:
-            del accelerator.gather
+            del vars(accelerator)["gather"]
 
     def _load_checkpoint(self, resume_from_checkpoint: str, *_more: Any, **_options: Any) -> None:
         """Load the weights of a checkpoint of the Trainer."""

@@ -58,6 +58,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("infinity")
 
+
+class _Rank(logging.Filter):
+    """Adds this process's rank to every log record, as `rank`."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return True
+
+
+logger.addFilter(_Rank())
+
 _GRACE_S = 5.0
 """Seconds that a rank gives the others to post why they failed."""
 _engines: Counter[str] = Counter()

@@ -22,23 +22,10 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from infinity.ranks.groups import store
 from infinity.ranks.places import Names
 
 logger = logging.getLogger("infinity")
-
-
-class _Rank(logging.Filter):
-    """Adds this process's rank to every log record, as `rank`."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        return True
-
-
-logger.addFilter(_Rank())
 
 TELLS_S = 2.0
 """Seconds after which a wait is posted."""

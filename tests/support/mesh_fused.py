@@ -126,11 +126,11 @@ def fused(place, mesh_run):
 
 def of_experts(place, mesh_run, settings):
     """Save, and export, a Mixtral that is divided by transformers' plan; return what is wrong of it."""
-    settings = {**settings, "experts": "whole"}
+    settings = {**settings, "dtype": "fp32", "experts": "whole"}
     folder, mine = Path(place.folder, "planned"), place.tensor.get_local_rank()
     kind, config = of_kind("Mixtral")
     torch.manual_seed(3)
-    drawn = {name: one.to(torch.bfloat16) for name, one in kind(config).state_dict().items()}
+    drawn = kind(config).state_dict()
     model = mesh_run.offloaded(place, "Mixtral", "planned", **settings)
     placed = [str(getattr(one, "placements", "")) for one in model.parameters()]
     infinity.save(model, None, folder)
