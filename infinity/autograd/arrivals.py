@@ -162,7 +162,8 @@ class Arrivals:
     def accumulated(self, parameter: nn.Parameter) -> None:
         """Take over a parameter's gradient, which autograd has just accumulated."""
         unit, index = self._unit_of(parameter)
-        grad = parameter.grad
+        with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
+            grad = parameter.grad
         if grad is None:
             return
         self.early.gradient_came()
@@ -177,11 +178,14 @@ class Arrivals:
             if unit.distributed or is_distributed(grad):
                 grad = part_of(unit.parameters[index], grad, f"{unit.name}: a gradient")
             grad = plain(grad)
-            parameter.grad = None  # should it be refused
+            with torch._C.DisableTorchFunctionSubclass():  # as above
+                parameter.grad = None  # should it be refused
             gradient = self._gradients.arrive(
                 unit, index, self._gradients.received(grad), keep=updater is None
             )
-            parameter.grad = OffloadedGradient(unit.parameters[index], gradient, self._gradients)
+            shown = OffloadedGradient(unit.parameters[index], gradient, self._gradients)
+            with torch._C.DisableTorchFunctionSubclass():  # as above
+                parameter.grad = shown
         if not self._hooks.accumulated(unit, index):
             return
         if self._meeting is not None and unit in self._meeting.chosen:

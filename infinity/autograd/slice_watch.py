@@ -66,5 +66,6 @@ class SliceWatch:
         """Return the slices that have a gradient, in no order."""
         with torch._C.DisableTorchFunctionSubclass():  # as above
             having = [one for one in self._may_have.values() if one.grad is not None]
-        self._may_have = {id(one): one for one in having}
+        if len(having) < len(self._may_have):
+            self._may_have = {id(one): one for one in having}
         return having

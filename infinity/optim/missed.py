@@ -108,6 +108,8 @@ class Stack:
         self._dropped = 0
         """Steps before the first of these."""
         self._level = dict.fromkeys(range(len(self._slices)))
+        self._told: list[int] = []
+        """Those that have become level since `level` was called."""
         self._since: dict[int, int] = {}
         """The steps before the first that a slice has missed and not been told, by its number."""
         self._due: dict[int, list[tuple[int, int]]] = {}
@@ -134,8 +136,17 @@ class Stack:
         """Return the trained slices that are level and have no gradient in a step. found: the id() of each
         parameter that has one.
         """
+        self._told.clear()
+        return self._begin_of(self._level, found)
+
+    def told(self, found: Container[int]) -> list[Slice]:
+        """Return those that are so since `level`, or this, was called."""
+        told, self._told = self._told, []
+        return self._begin_of(told, found)
+
+    def _begin_of(self, numbers: Iterable[int], found: Container[int]) -> list[Slice]:
         with torch._C.DisableTorchFunctionSubclass():
-            level = [self._slices[number] for number in self._level]
+            level = [self._slices[number] for number in numbers]
             return [one for one in level if id(one.parameter) not in found and one.parameter.requires_grad]
 
     def due(self) -> Iterator[Unit]:
@@ -197,6 +208,7 @@ class Stack:
             if missed is not None:
                 pending[one.at] = missed
         self._level[number] = None
+        self._told.append(number)
         del self._since[number]
 
     def _missed(self, one: Slice, before: Update | None, since: int, begun: int) -> Update:
@@ -233,6 +245,7 @@ class MissedSteps:
         self._of: dict[int, Stack] = {}
         self._known: Hashable = None
         self._in_use: list[Stack] = []
+        self._begin: list[tuple[Stack, Slice]] = []
         self._found: Collection[int] = ()
         self._all_told = True
         self._frozen_as_of: dict[Stack, Hashable] = {}
@@ -272,10 +285,8 @@ class MissedSteps:
             if self._frozen_as_of.get(stack) != freezes:
                 stack.tell_frozen()
                 self._frozen_as_of[stack] = freezes
-        return [one for _, one in self._level()]
-
-    def _level(self) -> list[tuple[Stack, Slice]]:
-        return [(stack, one) for stack in self._in_use for one in stack.level(self._found)]
+        self._begin = [(stack, one) for stack in self._in_use for one in stack.level(found)]
+        return [one for _, one in self._begin]
 
     def due(self) -> Iterator[Unit]:
         """Yield the units that are not to miss a further step."""
@@ -292,13 +303,14 @@ class MissedSteps:
         """
         for stack in self._in_use:
             stack.keep_options(step, options_of)
-        for _, one in self._level():
+        for _, one in self._begin:
             one.unit.pending  # noqa: B018 - tells the unit's other slices, too, which then begin as well
-        begin = [(stack, one, one.unit.pending.get(one.at)) for stack, one in self._level()]
+        level = [*self._begin, *((stack, one) for stack in self._in_use for one in stack.told(self._found))]
+        begin = [(stack, one, one.unit.pending.get(one.at)) for stack, one in level]
         self._all_told = False
         for stack, one, before in begin:
             stack.begin(one, before)
         for stack in self._in_use:
             stack.note(step)
-        self._found, self._in_use = (), []
+        self._found, self._in_use, self._begin = (), [], []
         return [one for _, one, _ in begin]

@@ -39,9 +39,15 @@ class Admission:
         self._average_nbytes, self._weight = 0.0, 0.0
         self._placed_nbytes = 0
 
+    def expects_more(self, unit: int) -> bool:
+        """Whether a slice that is about to be used is expected more than the one with a place that is used
+        least.
+        """
+        return self._expected.uses_with_another(unit, WAVERING) > self._lowest
+
     def wants(self, unit: int, nbytes: int) -> bool:
-        """Whether a slice that is about to be used, and would take so many bytes, is worth a place."""
-        if self._expected.uses_with_another(unit, WAVERING) <= self._lowest:
+        """Whether such a slice, which would take so many bytes, is worth a place."""
+        if not self.expects_more(unit):
             return False
         self._asked_nbytes += nbytes
         return True

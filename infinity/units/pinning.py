@@ -159,7 +159,7 @@ class Pins:
             return
         admission = self._admission_in_rounds if self._rounds else self._admission
         lasts = self._steps and record.in_files is None  # what is trained leaves its checkpoint's files
-        if admission is None or not (self._rounds or lasts):
+        if admission is None or not (self._rounds or lasts) or not admission.expects_more(unit.index):
             return
         names = ("hi",) if self._rounds else record.fields
         keys = [(unit.index, name) for name in names if not record.in_host(name)]

@@ -220,7 +220,7 @@ def _tell_assigned(func: Callable[..., Any], args: tuple[Any, ...], caller: Fram
     """Tell a parameter's owner of a call that is over, if it assigned a gradient, or may have frozen it."""
     name = _ASSIGNED.get(_name(func))
     owner = None if name is None or not args else owner_of(args[0])
-    if owner is not None and name is not None:
+    if owner is not None and name is not None and args[-1] is not None:
         by_pipeline = name == "grad" and pipelines.brings_gradients(caller)
         with torch._C.DisableTorchFunctionSubclass():
             owner.assigned(args[0], name, by_pipeline=by_pipeline)
