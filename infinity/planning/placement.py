@@ -288,7 +288,7 @@ def revise_in_turn(
     was unless that is `agreed`: so several ranks, whose hosts may have different room, have the same on their
     devices.
     """
-    there = {key: tier for key, tier in old.items() if tier == "device"}
+    there: dict[Key, Tier] = {key: tier for key, tier in old.items() if tier == "device"}
     on_device = replace(budget, host_nbytes=0, gradient_nbytes=0)
     first = revise(there, candidates, on_device, horizon_steps)
     if agreed(first.placement):

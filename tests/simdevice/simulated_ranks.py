@@ -59,6 +59,15 @@ def note(what):
     COLLECTIVES[threading.current_thread().name].append((what, stream))
 
 
+def exchanged():
+    """Return what each thread has exchanged, on which streams, and that on which this one computes."""
+    return {
+        "collectives": {name: [what for what, _ in those] for name, those in COLLECTIVES.items()},
+        "streams": {name: sorted({stream for _, stream in those}) for name, those in COLLECTIVES.items()},
+        "computes_on": torch.accelerator.current_stream().stream_id,
+    }
+
+
 def gather_over_host(channel, whole, part, what):
     """Channel.gather for gloo, which knows the host's memory alone."""
     if whole.device.type == "cpu":
@@ -176,9 +185,7 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         "downloaded": [one.since(other).downloaded_nbytes for other, one in itertools.pairwise(seen)],
         "waits_of_backward": [after - before for before, after in itertools.pairwise(waits)],
         "on_device": seen[-1].device_nbytes,
-        "collectives": {name: [what for what, _ in those] for name, those in COLLECTIVES.items()},
-        "streams": {name: sorted({stream for _, stream in those}) for name, those in COLLECTIVES.items()},
-        "computes_on": torch.accelerator.current_stream().stream_id,
+        **exchanged(),
         "records": sum(unit.record.nbytes("device") for unit in engine_of_model(ours).units),
         "whole": sum(
             unit.record.field_nbytes(name)
