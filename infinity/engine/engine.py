@@ -30,6 +30,7 @@ from infinity.device.direct import read_directly
 from infinity.device.room import note_download
 from infinity.durable.committer import TrainingStateSource
 from infinity.durable.tiers import open_nvme_tier
+from infinity.engine.device_needs import device_needs
 from infinity.engine.ending import Ending
 from infinity.engine.expert_ranks import DividedExperts, ExpertRanks
 from infinity.engine.foresight import NONE, Foresight, foresight_of
@@ -422,21 +423,14 @@ class Engine:
         if room is None:
             return None
         total = self.ranks.least(self.config.device_nbytes or free // 2, "divide device_memory")
-        whole, fixed = (
-            self.config.stage < 3,
-            room.nbytes(1) * sum(len(unit.parameters) for unit in self.units),
+        several = self.partition is not None
+        needs = device_needs(
+            self.units, room.nbytes, self.gradients.device_nbytes, self.config.stage, several=several
         )
-        needs = [0]
-        for unit in self.units:
-            gradients = self.gradients.device_nbytes(unit)
-            fixed += whole * room.nbytes(unit.resident_nbytes)
-            needs.append((not whole) * room.nbytes(unit.resident_nbytes) + gradients)
-        if self.config.stage == 1 and self.partition is not None:
-            fixed += sum(room.nbytes(unit.resident_nbytes) for unit in self.units if unit.trainable)
-        budget = divide_device(total, free, room.nbytes(largest_nbytes), max(needs), fixed)
+        budget = divide_device(total, free, room.nbytes(largest_nbytes), needs.largest, needs.fixed)
         room.open(budget.total_nbytes, self._one_gives_way)
         room.over.append(partial(note_download, self.timeline))
-        room.take(room.nbytes(1) * sum(len(unit.parameters) for unit in self.units), "placeholders")
+        room.take(needs.placeholders, "placeholders")
         records = self._open_records()
         return DeviceTier(self.residency, room, budget, self.lane, records, self.ranks.least)
 
