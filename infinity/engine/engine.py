@@ -217,16 +217,8 @@ class Engine:
         """Return what offloads the inputs of checkpoints, if anything is to."""
         if self.config.offload_activations is None and self.config.activation_memory is None:
             return None
-        return Boundaries(
-            self.config.offload_activations,
-            self.lane,
-            self.device,
-            self.outgoing_share,
-            self.kept,
-            self.nvme_store,
-            self.traffic,
-            verify=str(self.config.verify),
-        )
+        parts = self.lane, self.device, self.outgoing_share, self.kept, self.nvme_store, self.traffic
+        return Boundaries(self.config.offload_activations, *parts, verify=str(self.config.verify))
 
     @property
     def weights(self) -> Weights:
