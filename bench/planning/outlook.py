@@ -165,7 +165,8 @@ def _assumed(one: Planned, options: argparse.Namespace) -> list[tuple[str, str]]
     batch = f"{rows} x {method.sequence:,} tokens on {ranks}"
     if setting.micro_batches > 1:
         batch += f", {setting.micro_batches} times in a step"
-    types = f"{setting.dtype}, moments in {setting.state_dtype}, {_updates(one)}"
+    masters = "" if setting.master_dtype == "fp32" else f", masters in {setting.master_dtype}"
+    types = f"{setting.dtype}{masters}, moments in {setting.state_dtype}, {_updates(one)}"
     budget = f"{format_size(setting.host_nbytes)} of each machine, for all its ranks"
     by_budget = method.activation_nbytes is not None
     ways = [

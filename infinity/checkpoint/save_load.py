@@ -159,9 +159,10 @@ def to_save(model: nn.Module, optimizer: OffloadedOptimizer | None) -> Inventory
 
     Raises: UnsupportedError where an optimizer keeps what a checkpoint does not have.
     """
+    inventory = Inventory(model, optimizer)
     if optimizer is not None:
         optimizer.check_nothing_waits("infinity.save")
-    return Inventory(model, optimizer)
+    return inventory
 
 
 def optimizer_out(inventory: Inventory, keep: Any) -> dict[str, Any] | None:

@@ -330,8 +330,8 @@ class Gradient:
 def applied_message(unit: Unit, what: str) -> str:
     """Return the message for what update="backward" cannot do."""
     return (
-        f'{unit.name}: {what} needs the gradient, but update="backward", or "auto", has applied it in the '
-        "backward already. "
+        f'{unit.name}: {what} needs the gradient, but update="backward" has applied it in the backward '
+        'already, as "auto" does with those of some units. '
         'Use AdamW(..., update="forward") for clipping, gradient accumulation or code that reads gradients.'
     )
 

@@ -44,6 +44,7 @@ def snapshot(scale: int, **values: object) -> Stats:
     }
     given |= {"plan": f"plan {scale}", "io_engine": "fake", "placement_reason": f"reason {scale}"}
     given |= {"activations": f"kept {scale}", "memory_in_common": f"shared {scale}"}
+    given["updates"] = f"turns {scale}"
     given["units"] = (UnitStats("layer", 64, (("hi", "nvme"),), 5 * scale, 1 / scale, 2 / scale),)
     return Stats(**{**given, **values})
 
@@ -162,8 +163,9 @@ def test_printed_it_says_what_moved_and_what_was_waited_for():
     assert len(said["placement"]) <= 100
     assert said["activations"] == "kept 1"
     assert said["made ahead"] == "3 a"
+    assert said["updates"] == "turns 1"
     assert said["in shared memory"] == "3.0 MiB of weights, not sent"
-    assert len(str(now).splitlines()) == 16
+    assert len(str(now).splitlines()) == 17
 
 
 def test_a_notebook_shows_a_table_of_the_same_rows():

@@ -52,7 +52,8 @@ def test_the_bytes_of_smaller_moments_are_not_held_against_those_of_exact_ones()
 
 @pytest.mark.slow
 @pytest.mark.disk
-def test_a_small_model_runs_beside_its_plan(folder):
+def test_a_small_model_runs_beside_its_plan(folder, monkeypatch):
+    monkeypatch.delenv("INFINITY_MEASURE", raising=False)
     chosen = options("--model", "25m", "--nvme", str(folder), "--host-memory", "32MiB", "--steps", "4")
     chosen.json = folder / "large.json"
     large.run(chosen, Console(quiet=True))
