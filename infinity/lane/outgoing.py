@@ -22,7 +22,7 @@ from infinity.storage.store import Future
 from infinity.timeline import Timeline
 
 
-class _Releases(Protocol):
+class _Holder(Protocol):
     def release(self, nbytes: int, /) -> None:
         """Give bytes back."""
 
@@ -32,7 +32,7 @@ class Lease:
 
     __slots__ = ("_ledger", "_nbytes")
 
-    def __init__(self, ledger: _Releases, nbytes: int) -> None:
+    def __init__(self, ledger: _Holder, nbytes: int) -> None:
         """Hold `nbytes` of `ledger`, which are reserved."""
         self._ledger = ledger
         self._nbytes = nbytes
