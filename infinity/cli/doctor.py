@@ -348,10 +348,10 @@ def _machine() -> Iterator[Finding]:
     if (limit := total_nbytes()[0]) < memory.total:
         found += f"; this container may use {format_size(limit)}"
     yield Finding("memory", f"{found}; host_memory is {format_size(available // 2)} by default")
-    shares, limit = "share no memory here", why_no_room()
+    shares, limited = "share no memory here", why_no_room()
     if has_nameless_memory():
         shares = (
-            f"share memory only if asked to: {limit}" if limit else "share memory, where the CPU computes"
+            f"share memory if asked to ({limited})" if limited else "share memory, where the CPU computes"
         )
     yield Finding("several ranks", shares)
     gpus = _gpus()

@@ -25,8 +25,16 @@ from infinity.ranks.shared_memory import has_nameless_memory, place_number, why_
 
 logger = logging.getLogger("infinity")
 
-_SAME = ("quantized_weights", "quantized_gradients", "shared_memory", "secondary_shard", "stage")
-_SAME += ("expert_parallel", "sequence_parallel", "error_feedback")
+_SAME = (
+    "quantized_weights",
+    "quantized_gradients",
+    "error_feedback",
+    "shared_memory",
+    "secondary_shard",
+    "stage",
+    "expert_parallel",
+    "sequence_parallel",
+)
 """Settings that all ranks give alike."""
 
 

@@ -217,7 +217,7 @@ def _made(nbytes: int) -> int:
         raise OSError(
             error.errno,
             f"memory that ranks share, of {format_size(nbytes)} ({nbytes} bytes, of which what is in use "
-            f"takes memory), cannot be made: {os.strerror(error.errno)}{why}. Config(shared_memory=False) "
+            f"takes memory), cannot be made: {error.strerror}{why}. Config(shared_memory=False) "
             "needs none",
         ) from error
     return descriptor
