@@ -63,7 +63,7 @@ def losses(settings: CurveSettings, state_dtype: str, text: Text, folder: Path) 
     """Train with state of these types, one of CURVES; yield the loss of each step, in nats per byte."""
     torch.manual_seed(settings.seed)
     moments, _, masters = state_dtype.partition("+")
-    types = {"state_dtype": moments, "master_dtype": masters or "fp32"}
+    types: dict[str, Any] = {"state_dtype": moments, "master_dtype": masters or "fp32"}
     with infinity.Init(nvme=str(folder), host_memory=settings.host_memory, device="cpu", **types):
         model = llama(PRESETS[settings.preset], settings.sequence)
     model.train()

@@ -48,7 +48,11 @@ class _Mark(NamedTuple):
 
     def until(self, later: _Mark) -> _Mark:
         """Return what happened between this moment and a later one."""
-        return _Mark(*(two - one for one, two in zip(self, later, strict=True)))
+        return _Mark(
+            later.seconds - self.seconds,
+            later.stalled_s - self.stalled_s,
+            later.moved_nbytes - self.moved_nbytes,
+        )
 
 
 class EarlyUpdates:

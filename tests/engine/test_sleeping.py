@@ -72,6 +72,7 @@ def test_all_that_lives_there_leaves_and_training_goes_on_asleep_and_awake(folde
     assert all(torch.equal(values[name], one) for name, one in expected.items())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("late")
 def test_gradients_that_wait_there_leave_as_well(folder):
     training, other = Training(folder), None

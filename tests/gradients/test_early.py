@@ -92,7 +92,11 @@ def test_what_was_timed_decides_and_bits_stay(folder):
     ("between", "why"),
     [
         (lambda model, _: next(model.parameters()).grad.norm(), "read, set, clipped or added up"),
-        (lambda model, _: torch.nn.utils.clip_grad_value_(model.parameters(), 1e9), "read, set, clipped"),
+        pytest.param(
+            lambda model, _: torch.nn.utils.clip_grad_value_(model.parameters(), 1e9),
+            "read, set, clipped",
+            marks=pytest.mark.slow,
+        ),
         (lambda _, optimizer: optimizer.param_groups[0].update(lr=2e-3), "options of param groups change"),
     ],
 )
@@ -105,6 +109,7 @@ def test_steps_that_need_gradients_or_other_options_at_their_end_have_no_early_u
     assert why in stats(both.model).updates
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("half")
 def test_a_bound_on_the_norm_leaves_all_updates_to_the_forward(folder):
     both = Both(folder)

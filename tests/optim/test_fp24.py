@@ -67,6 +67,7 @@ def test_with_moments_in_4_bits_a_step_moves_ten_bytes_of_a_parameter_and_four_a
     assert infinity.stats(model).nvme_nbytes / (numel / 2) <= 7
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_fp32_masters_and_goes_to_exact_ones_and_back(folder):
     (folder / "a").mkdir()
     model = build(folder / "a")
@@ -91,6 +92,7 @@ def test_a_checkpoint_has_fp32_masters_and_goes_to_exact_ones_and_back(folder):
         assert torch.equal(ours, in_24_bits(master))
 
 
+@pytest.mark.slow
 def test_a_durable_run_goes_on_with_the_same_bits_and_not_with_exact_masters(folder):
     def run(place, stop, **types):
         model = build(place, durable=True, **types)

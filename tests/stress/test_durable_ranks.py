@@ -57,6 +57,16 @@ def check_end(folder, undisturbed, update, least):
     return said[0]["first"]
 
 
+@pytest.mark.slow
+def test_updates_by_turns_have_the_bits_of_those_in_the_forward(folder, undisturbed):
+    """Ranks time their steps by themselves, and agree on how many updates the backward makes."""
+    team = trials.together(str(folder), RANKS, update="auto")
+    digests = [one.get("digest") for one in ended(team)]
+    losses, expected, _ = undisturbed["forward"]
+    assert digests == expected
+    assert team.losses == losses
+
+
 def dies(at, after):
     """What kills rank 1 right before, or after, its commit number `at` is written."""
 
