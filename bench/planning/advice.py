@@ -70,7 +70,7 @@ def _faster(question: Question) -> Iterator[tuple[str, Question]]:
     if setting.update == "forward" and setting.micro_batches == 1 and setting.dtype != "fp16":
         yield "--update backward", question.changed(update="backward")
     for state_dtype in ("bf16", "int8"):
-        if setting.state_dtype not in (state_dtype, "int8", "int4"):
+        if setting.state_dtype not in (state_dtype, "int8", "int4") and not setting.one_bit:
             yield f"--state-dtype {state_dtype}", question.changed(state_dtype=state_dtype)
     twice = _rounded(2 * setting.host_nbytes)
     yield f"--host-memory {_option(twice)}", question.changed(host_nbytes=twice)
@@ -208,7 +208,7 @@ def _smaller(question: Question) -> Iterator[tuple[str, dict[str, Any], int | No
     """Yield what stores less, or takes fewer tokens at once."""
     setting, method = question.setting, question.setting.method
     for state_dtype in ("bf16", "int8"):
-        if setting.state_dtype not in (state_dtype, "int8", "int4"):
+        if setting.state_dtype not in (state_dtype, "int8", "int4") and not setting.one_bit:
             yield f"--state-dtype {state_dtype}", {"state_dtype": state_dtype}, None
     if setting.durable:
         yield "no --durable", {"durable": False}, None
