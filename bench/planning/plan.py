@@ -169,18 +169,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--pipeline-parallel", type=positive, default=1, metavar="N", help=stages)
     divided = "ranks that divide the experts of each layer, as Config(expert_parallel=...) (1)"
     add("--expert-parallel", type=positive, default=1, metavar="N", help=divided)
-    sent = "in which ranks send them, as Config(quantized_%s=...)"
-    add("--quantized-weights", choices=("int8",), help=f"the type {sent % 'weights'}")
-    add("--quantized-gradients", choices=tuple(BITS), help=f"the type {sent % 'gradients'}")
-    parts = (
-        'neighbours that keep second parts of weights, as Config(secondary_shard=...): "machine" or a number'
-    )
-    add("--secondary-shard", type=_second, metavar="N", help=parts)
-    common = "the ranks of each machine have memory in common, as Config(shared_memory=True)"
-    add("--shared-memory", action="store_true", help=common)
-    add(
-        "--one-bit", action="store_true", help="ranks send momenta at one bit, as OneBitAdam after its freeze"
-    )
+    _add_exchanges(add)
     add(
         "--host-memory",
         type=some_size,
@@ -226,6 +215,22 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     update_rate = "10^9 parameters that the update steps per second (measured here)"
     add("--update-rate", type=_rate, metavar="G", help=update_rate)
     add("--tbw", type=_rate, metavar="TB", help="that the NVMe of one machine may be written")
+
+
+def _add_exchanges(add: Callable[..., object]) -> None:
+    """Add how ranks exchange weights and gradients."""
+    sent = "in which ranks send them, as Config(quantized_%s=...)"
+    add("--quantized-weights", choices=("int8",), help=f"the type {sent % 'weights'}")
+    add("--quantized-gradients", choices=tuple(BITS), help=f"the type {sent % 'gradients'}")
+    parts = (
+        'neighbours that keep second parts of weights, as Config(secondary_shard=...): "machine" or a number'
+    )
+    add("--secondary-shard", type=_second, metavar="N", help=parts)
+    common = "the ranks of each machine have memory in common, as Config(shared_memory=True)"
+    add("--shared-memory", action="store_true", help=common)
+    add(
+        "--one-bit", action="store_true", help="ranks send momenta at one bit, as OneBitAdam after its freeze"
+    )
 
 
 def _add_model(add: Callable[..., object]) -> None:

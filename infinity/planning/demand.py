@@ -215,20 +215,8 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     """
     outline = as_recomputed(outline, setting)
     sizes = _sizes(outline, setting)
-    least = least_host_nbytes(outline, setting)
-    if setting.host_nbytes < least and setting.nvme:
-        raise HostMemoryError(
-            f"host_memory={format_size(setting.host_nbytes)} cannot work: moving records needs at least "
-            f"{format_size(least)} on each machine with {setting.local_ranks} ranks. Give more; a few "
-            "hundred MiB is fast."
-        )
+    _check_host(outline, sizes, setting, least_host_nbytes(outline, setting))
     on_gpu = setting.device_nbytes is not None
-    if not setting.nvme and not _holds(sizes, setting.rank_host_nbytes, on_gpu=on_gpu):
-        raise HostMemoryError(
-            f"{outline.name}: without an NVMe tier all state stays in host memory, and "
-            f"host_memory={format_size(setting.host_nbytes)} does not hold it. The smallest that works is "
-            f"{format_size(least)}; or plan with NVMe."
-        )
     budget = divide(setting.rank_host_nbytes, max(sizes.resident), sizes.schema, on_device=on_gpu)
     sizes = _with_stored(sizes, budget) if setting.nvme else sizes
     budget = replace(budget, total_nbytes=budget.total_nbytes - sum(sizes.second))
@@ -285,6 +273,23 @@ def demand(outline: Outline, setting: Setting) -> Demand:
 
 
 # The smallest budgets
+
+
+def _check_host(outline: Outline, sizes: _Sizes, setting: Setting, least: int) -> None:
+    """Raises: HostMemoryError where host_memory is too small. least: that works."""
+    on_gpu = setting.device_nbytes is not None
+    if setting.host_nbytes < least and setting.nvme:
+        raise HostMemoryError(
+            f"host_memory={format_size(setting.host_nbytes)} cannot work: moving records needs at least "
+            f"{format_size(least)} on each machine with {setting.local_ranks} ranks. Give more; a few "
+            "hundred MiB is fast."
+        )
+    if not setting.nvme and not _holds(sizes, setting.rank_host_nbytes, on_gpu=on_gpu):
+        raise HostMemoryError(
+            f"{outline.name}: without an NVMe tier all state stays in host memory, and "
+            f"host_memory={format_size(setting.host_nbytes)} does not hold it. The smallest that works is "
+            f"{format_size(least)}; or plan with NVMe."
+        )
 
 
 def least_host_nbytes(outline: Outline, setting: Setting) -> int:

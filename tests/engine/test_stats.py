@@ -164,7 +164,7 @@ def test_printed_it_says_what_moved_and_what_was_waited_for():
     assert said["activations"] == "kept 1"
     assert said["made ahead"] == "3 a"
     assert said["updates"] == "turns 1"
-    assert said["in shared memory"] == "3.0 MiB of weights, not sent"
+    assert said["in shared memory"] == "3.0 MiB of weights, not sent (shared 1)"
     assert len(str(now).splitlines()) == 17
 
 

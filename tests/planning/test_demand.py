@@ -250,29 +250,29 @@ def test_settings_that_no_engine_would_take_are_refused(changes, says):
         Setting(**{"host_nbytes": MIB, **changes})
 
 
-def test_second_parts_are_charged_to_host_memory_and_further_uses_read_nothing():
+def test_second_parts_are_charged_to_host_memory_or_on_nvme_and_further_uses_read_no_record():
     below = {"ranks": 4, "local_ranks": 2, "update": "backward"}
-    plain, second = (
-        demand(OUTLINE, Setting(1 << 20, **below, secondary_shard=neighbours)) for neighbours in (0, 2)
-    )
-    weights = sum(nbytes for nbytes in (one.waiting_nbytes for one in plain.units))
+
+    def planned(mib, neighbours):
+        return demand(OUTLINE, Setting(mib * MIB, **below, secondary_shard=neighbours))
+
+    weights = sum(one.waiting_nbytes for one in planned(16, 0).units)
+    second = planned(16, 2)
     assert second.second_nbytes == pytest.approx(weights / 2, rel=0.01)
-    assert second.budget.kept_nbytes == plain.budget.kept_nbytes - second.second_nbytes
-    assert second.moved["hi", "read"] < plain.moved["hi", "read"]
-    first = second.units[0]
-    assert first.again_nbytes == pytest.approx(first.waiting_nbytes / 2, rel=0.01)
-    little = demand(OUTLINE, Setting(1 << 20, **below, secondary_shard=2))
-    assert little.second_nbytes < second.second_nbytes
+    assert second.budget.kept_nbytes == planned(16, 0).budget.kept_nbytes - second.second_nbytes
+    assert second.units[0].again_nbytes == pytest.approx(second.units[0].waiting_nbytes / 2, rel=0.01)
+    little = planned(1, 2)
+    assert little.moved["hi", "read"] < planned(1, 0).moved["hi", "read"]
     on_nvme = little.moved["second", "written"]
-    assert on_nvme == pytest.approx(second.second_nbytes - little.second_nbytes, rel=0.01)
-    assert on_nvme <= little.moved["second", "read"], "but for an embedding, whose gradient needs no weight"
+    assert on_nvme == second.second_nbytes - little.second_nbytes > 0
+    assert 0 < little.moved["second", "read"] <= 2 * on_nvme
 
 
 def test_momenta_of_workers_lie_on_nvme_and_are_read_and_written_in_each_step():
     plain, one_bit = (demand(OUTLINE, Setting(1 << 20, ranks=4, one_bit=on)) for on in (False, True))
     more = one_bit.nvme_nbytes - plain.nvme_nbytes
     assert more == one_bit.moved["workers", "read"] == one_bit.moved["workers", "written"]
-    assert more == pytest.approx(8 * OUTLINE.parameters, rel=0.02)
+    assert more == pytest.approx(8 * OUTLINE.parameters, rel=0.03)
 
 
 def test_weights_in_use_lie_once_on_a_machine_whose_ranks_have_memory_in_common():
