@@ -123,8 +123,8 @@ class DirectRead:
             raise IoError(
                 errno.EIO,
                 f"{self._what}: {self._got} of {self._nbytes} B came from byte {self._offset} of a file to "
-                f"the device{why}. Likely cause: the file was truncated, or {MODULE} failed. Config(aio=None) "
-                "reads through host memory",
+                f"the device{why}. Likely cause: the file was truncated, or {MODULE} failed. "
+                "Config(aio=None) reads through host memory",
             ) from self._error
 
     def _end(self) -> None:
