@@ -87,6 +87,8 @@ class DirectRead:
         self._nbytes = memory.numel()
         self._free = free
         self._future: Any = None
+        self._got = 0
+        self._error: Exception | None = None
         self._ended_s: float | None = None
         self.began_s = time.perf_counter()
         self._try_to_begin()
@@ -116,19 +118,24 @@ class DirectRead:
         self._free.wait()
         self._try_to_begin()
         self._end()
-        got = self._future.get()
-        if got != self._nbytes:
+        if self._got != self._nbytes:
+            why = "" if self._error is None else f" ({self._error})"
             raise IoError(
                 errno.EIO,
-                f"{self._what}: {got} of {self._nbytes} B came from byte {self._offset} of a file to the "
-                f"device. Likely cause: the file was truncated, or {MODULE} failed. Config(aio=None) reads "
-                "through host memory",
-            )
+                f"{self._what}: {self._got} of {self._nbytes} B came from byte {self._offset} of a file to "
+                f"the device{why}. Likely cause: the file was truncated, or {MODULE} failed. "
+                "Config(aio=None) reads through host memory",
+            ) from self._error
 
     def _end(self) -> None:
-        if self._ended_s is None:
-            self._future.get()
-            self._memory, self._ended_s = None, time.perf_counter()
+        """Take the result, which kvikio gives once."""
+        if self._ended_s is not None:
+            return
+        try:
+            self._got = self._future.get()
+        except (RuntimeError, OSError, ValueError) as error:
+            self._error = error
+        self._memory, self._ended_s = None, time.perf_counter()
 
 
 def read_directly(device: Device, config: Config) -> Device:
