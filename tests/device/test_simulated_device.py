@@ -38,7 +38,13 @@ SETTLED = 2
 def default():
     """What the quick cases said, of one process that imports and compiles for all of them."""
     faults = [f"fault: {name}" for name in FAULTS]
-    return simulated.results(*TRAININGS, *LORA, *faults, *ORDERS, *TOWERS, *PLANTED, *TOGETHER, BY_NAME)
+    return simulated.results(*TRAININGS, *LORA, *faults, *ORDERS, *TOWERS, *PLANTED, BY_NAME)
+
+
+@pytest.fixture(scope="module")
+def together():
+    """What two ranks said that have all of their parts of records on their devices."""
+    return simulated.results(*TOGETHER)
 
 
 def of(said, name):
@@ -134,17 +140,21 @@ def test_two_ranks_have_the_bits_of_plain_data_parallelism_at_every_delay(delay)
     assert_exact(names, simulated.results(*names))
 
 
-def test_several_ranks_update_their_parts_of_records_on_their_devices_and_nothing_goes_over_the_link(default):
-    assert_exact(TOGETHER, default)
-    for one in default[TOGETHER[0]]:
+@pytest.mark.slow
+def test_several_ranks_update_their_parts_of_records_on_their_devices_and_nothing_goes_over_the_link(
+    together,
+):
+    assert_exact(TOGETHER, together)
+    for one in together[TOGETHER[0]]:
         assert one["records"] == one["on_device"] == one["whole"]
         assert (
             one["uploaded"][SETTLED:] == one["downloaded"][SETTLED:] == [0] * len(one["uploaded"][SETTLED:])
         )
 
 
-def test_ranks_queue_the_same_collectives_in_one_order_each_kind_on_a_stream_of_its_own(default):
-    first, second = default[TOGETHER[0]]
+@pytest.mark.slow
+def test_ranks_queue_the_same_collectives_in_one_order_each_kind_on_a_stream_of_its_own(together):
+    first, second = together[TOGETHER[0]]
     assert first["collectives"] == second["collectives"]
     assert {"infinity-gather", "infinity-reduce"} == set(first["collectives"])
     for one in (first, second):
@@ -228,8 +238,9 @@ def test_else_it_waits_only_where_it_would_run_further_ahead_than_the_budget_all
     assert one["waits_of_backward"][-1] <= one["waits_for_room"][-1]
 
 
-def test_of_several_ranks_the_thread_of_the_backward_does_not_wait_for_the_device_either(default):
-    assert [one["waits_of_backward"][-1] for one in default[TOGETHER[0]]] == [0, 0]
+@pytest.mark.slow
+def test_of_several_ranks_the_thread_of_the_backward_does_not_wait_for_the_device_either(together):
+    assert [one["waits_of_backward"][-1] for one in together[TOGETHER[0]]] == [0, 0]
 
 
 def test_records_that_fit_the_device_are_updated_there_and_nothing_goes_over_the_link(default):

@@ -63,12 +63,13 @@ class Means:
     """Where means go."""
 
     def __init__(self):
-        self.came, self.added = {}, []
+        self.came, self.added, self.leases = {}, [], []
 
     def reduced(self, gradient, mean, arriving, lease, *, keep):
         assert keep
         gradient.comes(arriving)
         self.came[gradient.unit.name, gradient.index] = mean
+        self.leases.append(lease)
 
     def add_mean(self, gradient, tensor, lease):
         self.added.append((gradient.unit.name, tensor))
@@ -228,6 +229,31 @@ def test_a_sum_that_fails_gives_the_devices_memory_back(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
         reduction.add(unit.parameters[0].grad.gradient, torch.zeros(3000, dtype=torch.bfloat16))
     assert room.ledger.held_nbytes == before > 0
+
+
+def test_the_mean_of_a_unit_whose_record_lives_on_the_device_stays_there_as_long_as_any_of_its_gradients():
+    room, nothing = DeviceRoom(), lambda *_: None
+    there = {
+        "is_host": False,
+        "room": room,
+        "allocated": nothing,
+        "assembled": nothing,
+        "take_host_buffer": None,
+    }
+    reduction, lane, _, means = opened(device=types.SimpleNamespace(**{**vars(HOST), **there}))
+    unit = Unit("a", 2)
+    unit.record.on_device = True
+    arrive(reduction, unit)
+    reduction.reduce([unit], means)
+    lane.wait(lane.queued[0])
+    room.collect()
+    assert (means.came["a", 0] == 1.5).all()
+    assert room.ledger.held_nbytes == room.nbytes(2 * unit.record.shard.numel)
+    first, second = means.leases
+    first.end()
+    assert room.ledger.held_nbytes > 0
+    second.end()
+    assert room.ledger.held_nbytes == 0
 
 
 @pytest.mark.parametrize("missing", [(), (0,), (1,), (0, 2)])
