@@ -48,7 +48,7 @@ import torch.distributed as dist
 import xxhash
 
 from infinity.errors import ConfigError, RanksError
-from infinity.ranks.groups import all_gather, backend_of, check_backend, meet, new_group, placed, store
+from infinity.ranks.groups import all_gather, backend_of, meet, members_of, new_group, placed, store
 from infinity.ranks.machines import Hops, grid_of, neighbours, this_machine
 from infinity.ranks.places import Names
 from infinity.ranks.waiting import Waiting, brief, from_the_difference, in_one_line
@@ -588,19 +588,8 @@ def open_ranks(group: Any | DeviceMesh | None, device: str, timeout_s: float) ->
         if group is not None:
             raise ConfigError("a process group needs torch.distributed.init_process_group() first")
         return Ranks([0], 0, backend, timeout_s, device)
-    check_backend(device)
     device = placed(device)
     if not dist.is_initialized():
         meet(backend)
-    chosen: Any = group or dist.group.WORLD
-    if hasattr(chosen, "get_group"):
-        if chosen.ndim > 1:
-            raise ConfigError(
-                f"process_group is a mesh of {chosen.ndim} dimensions, {chosen.mesh_dim_names}: give one of "
-                'them, such as mesh["dp"]'
-            )
-        chosen = chosen.get_group()
-    members = sorted(dist.get_process_group_ranks(chosen))
-    if dist.get_rank() not in members:
-        raise ConfigError(f"rank {dist.get_rank()} is not in the process group of ranks {members}")
+    members = members_of(group or dist.group.WORLD)
     return Ranks(members, members.index(dist.get_rank()), backend, timeout_s, device)

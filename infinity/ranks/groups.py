@@ -1,4 +1,4 @@
-"""Calls of torch.distributed that have no public form: groups by name, and the store of its processes."""
+"""Groups of torch.distributed, by name; its backends, and the store of its processes."""
 
 from __future__ import annotations
 
@@ -66,6 +66,24 @@ def meet(backend: str) -> None:
     dist.init_process_group(backend, store=own, rank=rank, world_size=size)
 
 
+def members_of(group: Any) -> list[int]:
+    """Return the ranks of the world in `group`, a process group or a one-dimensional DeviceMesh.
+
+    Raises: ConfigError for a mesh of more dimensions, and for a group that this process is not in.
+    """
+    if hasattr(group, "get_group"):
+        if group.ndim > 1:
+            raise ConfigError(
+                f"process_group is a mesh of {group.ndim} dimensions, {group.mesh_dim_names}: give one of "
+                'them, such as mesh["dp"]'
+            )
+        group = group.get_group()
+    members = sorted(dist.get_process_group_ranks(group))
+    if dist.get_rank() not in members:
+        raise ConfigError(f"rank {dist.get_rank()} is not in the process group of ranks {members}")
+    return members
+
+
 def backend_of(device: str) -> str:
     """Return the backend by which ranks that compute on a device exchange what is there."""
     return _BACKENDS.get(device.partition(":")[0], "gloo")
@@ -82,7 +100,11 @@ def check_backend(device: str) -> None:
 
 
 def placed(device: str) -> str:
-    """Return the device of this process, one of its launcher's; it becomes the present one."""
+    """Return the device of this process, one of its launcher's; it becomes the present one.
+
+    Raises: ConfigError where torch lacks the backend of its ranks.
+    """
+    check_backend(device)
     if device not in ACCELERATORS or "LOCAL_RANK" not in os.environ:
         return device
     own = f"{device}:{os.environ['LOCAL_RANK']}"

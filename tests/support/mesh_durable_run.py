@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 4 tests/support/mesh_durable_run.py ...
 
 DATA: how many ranks have different data; the others are tensor parallel. RANK kills itself at its commit
-number COMMIT, right before it is written, or, with AFTER, behind it; -1: none does. Rank R writes
+number COMMIT, right before it is written, or, with AFTER, when all ranks have written theirs; -1: none
+does. Rank R writes
 FOLDER/R.json: {"first": the steps done before, "losses": {step: loss}, "state": hashes} or {"error": text}.
 """
 
@@ -12,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -26,17 +28,25 @@ from mesh_saves import state
 STEPS = 5
 
 
-def die_at(number, *, after):
-    """Let this process die at one of its commits."""
+def die_at(number, *, after, dies, written):
+    """Let this process, if it `dies`, do so at one of its commits. after: when all ranks have written theirs,
+    each of which then leaves a file in the folder `written`.
+    """
     real, calls = RunFolder.write_slot, []
 
     def write_slot(folder, slot, data):
         calls.append(slot)
-        if len(calls) == number and after:
+        if len(calls) != number:
             real(folder, slot, data)
-        if len(calls) == number:
+            return
+        if dies and not after:
             os.kill(os.getpid(), signal.SIGKILL)
         real(folder, slot, data)
+        (written / f"{dist.get_rank()}.written").touch()
+        while dies:
+            if len(list(written.glob("*.written"))) == dist.get_world_size():
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.01)
 
     RunFolder.write_slot = write_slot
 
@@ -70,8 +80,9 @@ def main(folder, data, dying, commit, after):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     place = mesh_run.Place(folder, int(data))
-    if dist.get_rank() == int(dying):
-        die_at(int(commit), after=bool(int(after)))
+    if int(dying) >= 0:
+        dies = dist.get_rank() == int(dying)
+        die_at(int(commit), after=bool(int(after)), dies=dies, written=Path(folder))
     try:
         told = run(place, f"{folder}/run")
     except Exception as error:  # noqa: BLE001 - it is the answer
