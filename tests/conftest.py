@@ -42,8 +42,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that last longest come first, so that no worker is left alone with one at the end."""
-    lasts = durations()
-    items.sort(key=lambda item: -lasts.get(within_tests(item.path), (math.inf, 0.0))[0])
+    everything = bool(os.environ["INFINITY_TEST_ALL"])
+    lasts = {name: default + everything * slow for name, (default, slow) in durations().items()}
+    items.sort(key=lambda item: -lasts.get(within_tests(item.path), math.inf))
 
 
 def within_tests(path: str | Path) -> str:
