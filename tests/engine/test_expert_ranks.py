@@ -118,7 +118,7 @@ def test_what_cannot_be_divided_is_refused_by_name_with_numbers_on_all_ranks_ali
         "ranks": "ConfigError: expert_parallel=3: 2 ranks cannot be divided",
         "experts": "ConfigError: expert_parallel=2: the 7 experts of MixtralExperts.gate_up_proj",
         "none": "ConfigError: expert_parallel=2: no model",
-        "whole": "ConfigError: expert_parallel=2 divides experts that are built one by one",
+        "whole": 'ConfigError: expert_parallel=2 with experts="whole": ranks divide expert',
         "orthogonalized": "UnsupportedError: model.layers.0.mlp.experts.tiles.",
         "orthogonalized, whole": "UnsupportedError: model.layers.0.mlp.experts.tiles.",
         "implementation": "UnsupportedError: model.layers.0.mlp.experts, a TiledMixtralExperts",
