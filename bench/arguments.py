@@ -28,3 +28,20 @@ def positive(text: str) -> int:
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, at least 1")
     return int(text)
+
+
+def rate(text: str) -> float:
+    """Return a number above 0, and below 10^12. Raises: argparse.ArgumentTypeError."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e12:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
+    return number
+
+
+def batch_of(text: str) -> tuple[int, int]:
+    """Return the sequences and tokens of each of "4x1024", or "1024". Raises: argparse.ArgumentTypeError."""
+    batch, _, sequence = text.rpartition("x")
+    return positive(batch or "1"), positive(sequence)

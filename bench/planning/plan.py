@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from infinity.bench.arguments import positive, some_size
+from infinity.bench.arguments import batch_of, positive, rate, some_size
 from infinity.bench.findings import add_outputs, check_outputs, report
 from infinity.bench.places import check_folder
 from infinity.bench.planning import cores, cuts, machine, outlook
@@ -156,7 +156,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     _add_model(add)
     add(
         "--tokens",
-        type=_tokens,
+        type=batch_of,
         default=(1, 2048),
         metavar="BxS",
         help="batch x sequence of a micro-batch on one rank, or on those that share sequences (1x2048)",
@@ -211,10 +211,10 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--speculate", action="store_true", help=ahead)
     add("--no-nvme", action="store_true", help="keep all state in host memory")
     seconds = "of forward and backward of a step, in the place of --compute"
-    add("--compute-seconds", type=_rate, metavar="S", help=seconds)
+    add("--compute-seconds", type=rate, metavar="S", help=seconds)
     update_rate = "10^9 parameters that the update steps per second (measured here)"
-    add("--update-rate", type=_rate, metavar="G", help=update_rate)
-    add("--tbw", type=_rate, metavar="TB", help="that the NVMe of one machine may be written")
+    add("--update-rate", type=rate, metavar="G", help=update_rate)
+    add("--tbw", type=rate, metavar="TB", help="that the NVMe of one machine may be written")
 
 
 def _add_exchanges(add: Callable[..., object]) -> None:
@@ -269,21 +269,21 @@ def _add_machine(add: Callable[..., object]) -> None:
         ("write", "writes alone"),
         ("mixed", "both at once, together"),
     ):
-        add(f"--nvme-{name}", type=_rate, metavar="GB/s", help=f"of one machine: {what}")
+        add(f"--nvme-{name}", type=rate, metavar="GB/s", help=f"of one machine: {what}")
     add("--machine-memory", type=some_size, metavar="SIZE", help="host memory of each machine, all of it")
     add("--nvme-space", type=some_size, metavar="SIZE", help="free on the NVMe of each machine")
-    add("--link", type=_rate, metavar="GB/s", help="of collectives, per rank (needed for several ranks)")
-    add("--local-link", type=_rate, metavar="GB/s", help="the same, of ranks of one machine (as --link)")
+    add("--link", type=rate, metavar="GB/s", help="of collectives, per rank (needed for several ranks)")
+    add("--local-link", type=rate, metavar="GB/s", help="the same, of ranks of one machine (as --link)")
     add(
         "--compute",
-        type=_rate,
+        type=rate,
         metavar="TFLOPS",
         help="of each rank, as reached in training (measured here, where it can be; of a --gpu, "
         f"{REACHED_COMPUTE:.0%}% of its peak)",
     )
     add(
         "--gpu-link",
-        type=_rate,
+        type=rate,
         metavar="GB/s",
         help=f"between host memory and each GPU, each way (of a --gpu, {REACHED_LINK:.0%}% of its PCIe; else "
         "what copies in this machine's memory reach)",
@@ -579,27 +579,12 @@ def _slices(text: str) -> int | str:
     return text if text == "auto" else positive(text)
 
 
-def _rate(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < 1e12:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
-    return number
-
-
-def _tokens(text: str) -> tuple[int, int]:
-    batch, _, sequence = text.rpartition("x")
-    return positive(batch or "1"), positive(sequence)
-
-
 def _sweep(text: str) -> tuple[str, list[Any]]:
     name, _, values = text.partition("=")
     if name not in _SWEPT or not values:
         raise argparse.ArgumentTypeError(f"{text!r}: expected KEY=A,B,... with a KEY of {', '.join(_SWEPT)}")
     kinds: dict[str, Any] = {
-        "tokens": _tokens,
+        "tokens": batch_of,
         **dict.fromkeys([one for one in _SWEPT if one == "ranks" or one.endswith("-parallel")], positive),
         "micro-batches": positive,
     }

@@ -93,5 +93,5 @@ def warn_unscaled(name: str, dtype: str) -> None:
         f"{name}: a step with dtype={dtype!r} and no loss scaling. Gradients below 6e-8 are 0, and those "
         "above 65504 make weights NaN. Use torch.amp.GradScaler, infinity.deepspeed.initialize with an fp16 "
         'section, or Config(dtype="bf16"), which needs neither.',
-        stacklevel=6,
+        stacklevel=7,
     )

@@ -246,8 +246,8 @@ def test_another_model_is_refused_by_name(folder, monkeypatch):
     run.kill()
 
     class Other(fragile.Small):
-        def __init__(self):
-            super().__init__()
+        def __init__(self, blocks):
+            super().__init__(blocks)
             self.seldom = torch.nn.Linear(64, 64, bias=False)
 
     monkeypatch.setattr(fragile, "Small", Other)

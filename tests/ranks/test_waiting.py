@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 
 from infinity.ranks import waiting
+from infinity.ranks.places import Names
 from infinity.ranks.waiting import Waiting
 
 
@@ -42,7 +43,7 @@ def ranks(monkeypatch):
     monkeypatch.setattr(waiting, "store", lambda: kept)
     monkeypatch.setattr(waiting, "TELLS_S", 0.01)
     monkeypatch.setattr(waiting, "LOOKS_S", 0.02)
-    return [Waiting("engine", rank, 3, 60.0) for rank in range(3)]
+    return [Waiting("engine", rank, 3, 60.0, Names([0, 1, 2], rank)) for rank in range(3)]
 
 
 def test_a_rank_with_fewer_forwards_is_named_with_them_and_the_likely_cause(ranks):

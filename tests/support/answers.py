@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+import infinity
+
 
 def answer_all(folder, names, run):
     """Write what `run` answers for each of the names, or its error, to FOLDER/RANK.json; leave the others."""
@@ -17,3 +19,14 @@ def answer_all(folder, names, run):
             answers[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
     Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(answers), encoding="utf-8")
     dist.destroy_process_group()
+
+
+def refused(call):
+    """Return the error that a call ends with: that which torch names as the cause of its own, if it does."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - torch's are of many kinds
+        while error.__cause__ is not None and not isinstance(error, infinity.InfinityError):
+            error = error.__cause__
+        return f"{type(error).__name__}: {error}"
+    return "no error"

@@ -27,7 +27,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from answers import answer_all
+from answers import answer_all, refused
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import recipe as reference
@@ -295,17 +295,6 @@ def compare(place, kind, *options, max_norm=None, clip=None, dtype="bf16"):
 
 def same(one, other):
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
-def refused(call):
-    """Return the error that a call ends with: that which torch names as the cause of its own, if it does."""
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001 - torch's are of many kinds
-        while error.__cause__ is not None and not isinstance(error, infinity.InfinityError):
-            error = error.__cause__
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def unnamed(place):
