@@ -62,6 +62,8 @@ _UNORDERED = (
 class Updater(Protocol):
     """An optimizer, which may decide updates in the backward."""
 
+    max_norm: float | None
+    """The norm that gradients are clipped to, all of them together; None for no clipping."""
     update: str
     """"backward": a unit's gradients are applied as soon as they are complete; "auto": so are those of some
     units; else after step().
@@ -166,7 +168,7 @@ class Arrivals:
             grad = parameter.grad
         if grad is None:
             return
-        self.early.gradient_came()
+        self.early.gradient_came(parameter)
         self.slices.assigned(parameter, "grad")
         updater = self.updater(unit)
         if updater is not None and self._durable is not None:
@@ -342,7 +344,7 @@ class Arrivals:
         self.stacks.append(parameters)
         self.slices.follow(parameters)
         for one in parameters:
-            self._unit_of(one)[0].release_by(self.slices.look)
+            self._unit_of(one)[0].watch_by(self.slices)
 
     def _may_wait(self, unit: Unit) -> bool:
         """Whether a unit's update needs no I/O, and no later use in this backward can add to its gradients.
@@ -388,7 +390,9 @@ class Arrivals:
 
     def _applies(self, optimizer: Updater, unit: Unit) -> bool:
         """Whether an optimizer applies a unit's gradients in the backward."""
-        return optimizer.update == "backward" or (optimizer.update == "auto" and self.early.has(unit))
+        if optimizer.update == "auto":
+            return optimizer.max_norm is None and self.early.has(unit)
+        return optimizer.update == "backward"
 
     def _backward_ended(self) -> None:
         if self._meeting is not None:

@@ -25,6 +25,10 @@ class SliceWatch:
         self._slices: set[int] = set()
         self._may_have: dict[int, nn.Parameter] = {}
         """By id()."""
+        self._attached: dict[int, list[nn.Parameter]] = {}
+        """The parameters of units that are attached now, by the id() of the first: assignments to these go
+        unseen.
+        """
         self.freezes = 0
         """How often any slice was found frozen, or may have been frozen since it was looked at."""
 
@@ -51,10 +55,18 @@ class SliceWatch:
         else:
             self.freezes += 1
 
-    def look(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Look at the parameters of a unit that is about to be released, as nobody sees what is assigned to
-        them before.
+    def attached(self, parameters: list[nn.Parameter]) -> None:
+        """The parameters of a unit are attached: nobody sees what is assigned to them, until they are looked
+        at.
         """
+        self._attached[id(parameters[0])] = parameters
+
+    def released(self, parameters: list[nn.Parameter]) -> None:
+        """Look at the parameters of a unit that is about to be released."""
+        self._attached.pop(id(parameters[0]), None)
+        self._look(parameters)
+
+    def _look(self, parameters: Sequence[nn.Parameter]) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
             for one in parameters:
                 if one.grad is not None:
@@ -64,6 +76,8 @@ class SliceWatch:
 
     def with_gradients(self) -> list[nn.Parameter]:
         """Return the slices that have a gradient, in no order."""
+        for parameters in self._attached.values():
+            self._look(parameters)
         with torch._C.DisableTorchFunctionSubclass():  # as above
             having = [one for one in self._may_have.values() if one.grad is not None]
         if len(having) < len(self._may_have):

@@ -496,6 +496,7 @@ def optimizer_in(
 ) -> None:
     """Set step counts, options of groups and the rounding's seed from what `optimizer_out` returned."""
     optimizer.set_seed(saved["seed"])
+    optimizer.drop_delayed()
     for group, found in zip(optimizer.param_groups, groups, strict=True):
         group.update(found["options"])
         for parameter in group["params"]:

@@ -351,7 +351,9 @@ def _machine() -> Iterator[Finding]:
     shares, limited = "share no memory here", why_no_room()
     if has_nameless_memory():
         shares = (
-            f"share memory if asked to ({limited})" if limited else "share memory, where the CPU computes"
+            f"may share memory, up to a limit ({limited})"
+            if limited
+            else "may share memory, where the CPU computes"
         )
     yield Finding("several ranks", shares)
     gpus = _gpus()

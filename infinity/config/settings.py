@@ -114,7 +114,7 @@ class Config:
         that it sends next. The errors take 4 bytes per parameter on each rank, and lie where the state lies.
     shared_memory: whether the ranks of one machine have memory in common: each brings its share of a layer to
         where all see it, so that weights in use exist once there, and none are sent within the machine; and
-        so do large buffers. Results are the same; for Linux, and where the CPU computes. None: where all
+        so do large buffers. Results are the same; for Linux, and where the CPU computes. "auto": where all
         ranks are on one machine, with stage=3 and nothing that excludes it; the log and `infinity.stats` say
         so, or why not.
     secondary_shard: each rank keeps a second part of the 16-bit weights, of as many parts as its machine has
@@ -176,7 +176,7 @@ class Config:
     quantized_weights: str | None = None
     quantized_gradients: str | None = None
     error_feedback: bool = False
-    shared_memory: bool | None = None
+    shared_memory: bool | str = False
     secondary_shard: str | int | None = None
     timeout_s: float = 600.0
     sequence_parallel: int = 1
@@ -279,8 +279,8 @@ class Config:
     def _check_features(self) -> None:
         if type(self.error_feedback) is not bool:
             raise ConfigError(f"error_feedback={self.error_feedback!r}: expected True or False")
-        if self.shared_memory is not None and type(self.shared_memory) is not bool:
-            raise ConfigError(f"shared_memory={self.shared_memory!r}: expected True, False or None")
+        if self.shared_memory != "auto" and type(self.shared_memory) is not bool:
+            raise ConfigError(f'shared_memory={self.shared_memory!r}: expected True, False or "auto"')
         if self.error_feedback and self.quantized_gradients is None:
             raise ConfigError(
                 "error_feedback=True without quantized_gradients: gradients are sent as they are, and "

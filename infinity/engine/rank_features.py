@@ -69,7 +69,7 @@ def rank_features(config: Config, ranks: Ranks, device: Device) -> RankFeatures:
     if ranks.size == 1:
         _say_what_one_does_not(config)
         return RankFeatures()
-    asks = config.shared_memory is not False
+    asks = bool(config.shared_memory)
     mine = [config.gather_bucket_nbytes, this_machine()]
     mine += [asks and has_nameless_memory(), asks and not why_no_room(), place_number() if asks else 0]
     rows = ranks.of_all(mine, "compare machines")
@@ -130,7 +130,7 @@ def _memory(
     asked = config.shared_memory
     if asked is False:
         return False, "shared_memory=False"
-    if asked:
+    if asked is True:
         return _asked_for(machines, rows), "shared_memory=True"
     against = excluded(Feature.SHARED_MEMORY, used) or used.get(Feature.EARLY_STAGE)
     if against is None and len({*machines}) > 1:

@@ -18,9 +18,20 @@ def sleep(model: nn.Module) -> int:
     needs is brought then, as ever, but nothing stays on the device until `wake`. Activations and buffers are
     the program's own. Where the CPU computes there is nothing to do, and 0 is returned.
 
-    Raises: UnsupportedError within a forward or backward; ValueError for a model that was not built in Init.
+    All ranks call it, between the same steps.
+
+    Raises: UnsupportedError within a forward or backward, and of several ranks where they keep the weights
+    whole on the accelerator (stages 1 and 2); ValueError for a model that was not built in Init; RanksError
+    where other ranks do something else.
     """
     engine = engine_of_model(model)
+    if engine.partition is not None:
+        engine.ranks.agree("infinity.sleep")
+        if engine.config.stage < 3 and not engine.device.is_host:
+            raise UnsupportedError(
+                f"infinity.sleep with stage={engine.config.stage}, which keeps all 16-bit weights on the "
+                "accelerator: stage=3 lets them go"
+            )
     if engine.hooks.in_forward:
         raise UnsupportedError("infinity.sleep in a forward or backward: call it between steps")
     room = engine.device.room

@@ -7,7 +7,8 @@ of them; ranks agree on how many. That is decided again after twice as many step
 the same whenever it is made, so bits do not depend on clocks.
 
 An update in the backward takes the gradient with it. So where steps need gradients when all have come (they
-are read or clipped, added up over several backwards, or the options of param groups change before step()),
+are read or clipped, dropped, added up over several backwards, or the options of param groups change before
+step()),
 no update is made in the backward any more. Steps show that before the first is; one that shows it for the
 first time later stops with an error, as its gradients are gone.
 """
@@ -15,7 +16,7 @@ first time later stops with an error, as its gradients are gone.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -79,10 +80,13 @@ class EarlyUpdates:
         self._marks: list[_Mark] = []
         """Of the step: see _ALL."""
         self._steps = 0
+        self._came: dict[int, nn.Parameter] = {}
+        """The parameters, by id(), to which gradients have come in the step, while none is made early."""
 
     def want(self) -> None:
-        """Look at steps from now on: an optimizer has update="auto"."""
-        self._wanted = True
+        """Look at steps from now on: an optimizer has update="auto". What was decided for another is void."""
+        self._wanted, self._steps = True, 0
+        self.split, self._chosen = None, frozenset()
 
     def has(self, unit: Unit) -> bool:
         """Whether the backward makes a unit's update."""
@@ -104,10 +108,17 @@ class EarlyUpdates:
         if self._wanted and not self._marks:
             self._marks.append(self._now())
 
-    def gradient_came(self) -> None:
-        """A gradient has come; the first one of a step tells that its backward has begun."""
+    def gradient_came(self, parameter: nn.Parameter) -> None:
+        """A gradient of `parameter` has come; the first one of a step tells that its backward has begun."""
         if len(self._marks) == 1:
             self._marks.append(self._now())
+        if self._wanted and not self._never and not self._chosen:
+            self._came[id(parameter)] = parameter
+
+    @property
+    def came(self) -> Mapping[int, nn.Parameter]:
+        """The parameters, by id(), to which gradients have come in a step whose backward made no update."""
+        return self._came
 
     def backward_ended(self) -> bool:
         """A backward is over, or one that was over is looked at again. Return whether it is the first of its
@@ -135,10 +146,12 @@ class EarlyUpdates:
         """Make no update in the backward any more."""
         self._never = self._never or why
         self.split, self._chosen = None, frozenset()
+        self._came.clear()
 
     def close_step(self) -> None:
         """A step is decided: decide, after some, for the next one."""
         marks, self._marks = self._marks, []
+        self._came.clear()
         if not marks:
             return  # the step of a further optimizer
         self._steps += 1

@@ -49,19 +49,7 @@ def train_on_mesh(model: nn.Module, args: Any) -> None:
             )
     if not _is_divided(model):
         return
-    for name, wanted, why in (
-        ("eval_use_gather_object", args.eval_use_gather_object, "objects are not counted once for a row"),
-        (
-            "save_only_model",
-            args.save_only_model and args.load_best_model_at_end,
-            "with load_best_model_at_end the weights are loaded from the files of infinity.save",
-        ),
-    ):
-        if wanted:
-            raise UnsupportedError(
-                f"TrainingArguments({name}=True) with weights that are divided over a mesh: {why}; leave it "
-                "out"
-            )
+    _check_arguments(args)
     trained = ((name, one) for name, one in model.named_parameters() if one.requires_grad)
     ordinary = [name for name, one in trained if engine_of(one) is None]
     if ordinary or engine_of_model(model).config.sequence_parallel > 1:
@@ -72,6 +60,48 @@ def train_on_mesh(model: nn.Module, args: Any) -> None:
         )
     if trainer is not None:
         _MeshTraining(trainer)
+
+
+def _check_arguments(args: Any) -> None:
+    """See that the settings of a Trainer go with ranks of which some have the same batches.
+
+    Raises: UnsupportedError.
+    """
+    strategy = getattr(args, "train_sampling_strategy", None)
+    tokens = getattr(args, "include_num_input_tokens_seen", "no")
+    best = args.save_only_model and args.load_best_model_at_end
+    apart = not getattr(args, "average_tokens_across_devices", True)
+    for given, wanted, why in (
+        (
+            "eval_use_gather_object=True",
+            args.eval_use_gather_object,
+            "objects are not counted once for a row",
+        ),
+        (
+            "save_only_model=True",
+            best,
+            "with load_best_model_at_end the weights are loaded from the files of infinity.save",
+        ),
+        (
+            "average_tokens_across_devices=False",
+            apart,
+            "the Trainer divides a rank's tokens by the ranks that have the same: its loss is too large then",
+        ),
+        (
+            'train_sampling_strategy="batch_rebalance"',
+            strategy == "batch_rebalance",
+            "its sampler gives each rank batches of its own",
+        ),
+        (
+            f"include_num_input_tokens_seen={tokens!r}",
+            tokens not in ("no", False),
+            "the Trainer would count the tokens of each rank that has the same batch",
+        ),
+    ):
+        if wanted:
+            raise UnsupportedError(
+                f"TrainingArguments({given}) with weights that are divided over a mesh: {why}; leave it out"
+            )
 
 
 def check_on_mesh(model: nn.Module) -> None:
@@ -100,6 +130,8 @@ class _MeshTraining:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._usual = trainer.get_train_dataloader, trainer.evaluation_loop
+        self._count_items = trainer._get_num_items_in_batch  # noqa: SLF001 - as below
+        trainer._get_num_items_in_batch = self._items_in_batch  # noqa: SLF001
         trainer.get_train_dataloader = self._train_dataloader
         trainer.evaluation_loop = self._evaluation_loop
         trainer.get_tp_size = self._tensor_size
@@ -148,6 +180,18 @@ class _MeshTraining:
             return self._usual[1](self._share(dataloader), *args, **options)
         finally:
             del vars(accelerator)["gather"]
+
+    def _items_in_batch(self, *batches: Any) -> Any:
+        """Return the labels that a loss is divided by, which the Trainer gathers from all ranks, and divides
+        by those beside each other: in an evaluation, too.
+        """
+        members = vars(self._trainer.accelerator)
+        replaced = members.pop("gather", None)
+        try:
+            return self._count_items(*batches)
+        finally:
+            if replaced is not None:
+                members["gather"] = replaced
 
     def _load_checkpoint(self, resume_from_checkpoint: str, *_more: Any, **_options: Any) -> None:
         """Load the weights of a checkpoint of the Trainer."""

@@ -227,6 +227,11 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
                 "are no part of it. Call optimizer.apply_delayed() first; a durable run commits them."
             )
 
+    def drop_delayed(self) -> None:
+        """Drop the gradients that update="delayed" keeps: they are of weights that are loaded over."""
+        if self.delayed is not None:
+            self.delayed.drop()
+
     @property
     def steps_done(self) -> int:
         """See delayed.Delaying."""
@@ -240,7 +245,7 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
             if (gradient := self.mine[id(one)].engine.arrivals.gradient_of(one)) is not None
         ]
         if self.update == "auto":
-            self.look_at_turns([gradient for _, _, gradient in found])
+            self.look_at_turns([gradient for _, _, gradient in found], {id(one) for _, one, _ in found})
         beside = self._begin_to_miss({id(one) for _, one, _ in found})
         # Graphs with old values end.
         torch.autograd.graph.increment_version(
@@ -268,6 +273,8 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
         """As every torch Optimizer's. A gradient is no value, so that no released parameter is asked."""
+        if self.update == "auto":
+            self.check_none_is_dropped(())
         having = self._having_gradients()
         with torch._C.DisableTorchFunctionSubclass():
             for _, one in having if set_to_none else ():
@@ -505,6 +512,7 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
         """
         check_current(self, "load_state_dict()")
         self._missed.tell_all()
+        self.drop_delayed()
         state_dict = cut_state(state_dict, [group["params"] for group in self.param_groups])
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]

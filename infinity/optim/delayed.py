@@ -80,17 +80,36 @@ class DelayedGradients:
         fresh = self._take()
         if not self._held:
             self._make_room(fresh)
-        applied, self._held = self._held, [(one, gradient) for one, _, gradient in fresh]
-        with self._standing_for(applied, fresh):
+        with self._applying(fresh, [(one, gradient) for one, _, gradient in fresh]):
             yield
 
     @contextlib.contextmanager
     def catch_up(self) -> Iterator[None]:
         """The same for a step that applies what is kept, and keeps nothing."""
-        fresh = self._present()
-        applied, self._held = self._held, []
-        with self._standing_for(applied, fresh):
+        with self._applying(self._present(), []):
             yield
+
+    def drop(self) -> None:
+        """Keep none of them."""
+        self._held = []
+
+    @contextlib.contextmanager
+    def _applying(
+        self,
+        fresh: list[tuple[nn.Parameter, torch.Tensor, Gradient]],
+        kept: list[tuple[nn.Parameter, Gradient]],
+    ) -> Iterator[None]:
+        """Let a step apply what is kept, and keep `kept`; one that raises before it has decided an update
+        changes nothing.
+        """
+        applied, self._held, done = self._held, kept, self._own.steps_done
+        try:
+            with self._standing_for(applied, fresh):
+                yield
+        except BaseException:
+            if self._own.steps_done == done:
+                self._held = applied
+            raise
 
     @property
     def _own(self) -> Delaying:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from infinity.engine.engine import Engine
 from infinity.errors import UnsupportedError
 from infinity.gradients.gradient import Form, Gradient
+from infinity.optim.ownership import ParameterPlace
 
 
 class TakingTurns:
@@ -18,6 +20,8 @@ class TakingTurns:
     param_groups: list[dict[str, Any]]
     seed: int
     max_norm: float | None
+    mine: dict[int, ParameterPlace]
+    _applied: set[int]
     _engines: dict[int, Engine]
     _options_then: Iterable[Any] = ()
     """What updates depended on when the step's backward ended; empty before that."""
@@ -38,11 +42,31 @@ class TakingTurns:
         ]
         return [self.seed, *groups]
 
-    def look_at_turns(self, gradients: list[Gradient]) -> None:
-        """See in step() whether the backward may make updates, by all gradients that the step found.
+    def check_none_is_dropped(self, found: Container[int]) -> None:
+        """See that no gradient is dropped whose update the backward has made. found: the id() of each
+        parameter that has one.
+
+        Raises: UnsupportedError naming a parameter.
+        """
+        dropped = next((one for one in self._applied if one not in found), None)
+        if dropped is not None:
+            engine, parameter = self.mine[dropped].engine, self._parameter(dropped)
+            raise UnsupportedError(
+                f"{engine.parameters.name_of(parameter)}: its gradient was dropped between the backward and "
+                'step(), and update="auto" has made its update in the backward, as it does where the first '
+                'steps drop none. Use update="forward".'
+            )
+
+    def _parameter(self, key: int) -> nn.Parameter:
+        return next(one for group in self.param_groups for one in group["params"] if id(one) == key)
+
+    def look_at_turns(self, gradients: list[Gradient], found: Container[int]) -> None:
+        """See in step() whether the backward may make updates, by all gradients that the step found. found:
+        the id() of their parameters.
 
         Raises: UnsupportedError where it has made some that this step would make otherwise.
         """
+        self.check_none_is_dropped(found)
         then, self._options_then = self._options_then, ()
         changed = bool(then) and then != self._options_now()
         applied = next((one for one in gradients if one.form is Form.APPLIED), None)
@@ -57,5 +81,9 @@ class TakingTurns:
             why = "options of param groups change between the backward and step()"
         elif any(one.asked for one in gradients):
             why = "gradients are read, set, clipped or added up before step()"
-        for engine in self._engines.values() if why else ():
-            engine.arrivals.early.stop(why)
+        for engine in self._engines.values():
+            early = engine.arrivals.early
+            if not why and any(one in self.mine and one not in found for one in early.came):
+                why = "gradients are dropped before step()"
+            if why:
+                early.stop(why)

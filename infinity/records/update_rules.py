@@ -194,7 +194,11 @@ def _with_narrow_lo(step: Kernel, schema: RecordSchema) -> Kernel:
         lo, width = wide.data_ptr(), 4 if span.dtype == "f32" else 2
         for start in range(0, span.n, CHUNK_NUMEL):
             n, first = min(CHUNK_NUMEL, span.n - start), span.first + start
-            at = {name: address + schema.nbytes(name, start) for name, address in span.at.items()}
+            at = {
+                name: address + schema.nbytes(name, start)
+                for name, address in span.at.items()
+                if name in schema.fields  # others, as errors of codes, no step moves
+            }
             kernels.widen_lo(n, at["lo"], lo)
             grad = span.grad + width * start
             step(span._replace(n=n, at={**at, "lo": lo}, grad=grad, first=first, sums=None), scalars)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from mmap import mmap
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -45,6 +45,16 @@ from infinity.units.released import Released, placeholder
 logger = logging.getLogger("infinity")
 _set_data = DATA.__set__
 """What forms.py does, without a call for each ordinary parameter: see `attach`."""
+
+
+class AttachedWatch(Protocol):
+    """What looks at parameters that are assigned to while they are attached."""
+
+    def attached(self, parameters: list[nn.Parameter]) -> None:
+        """See slice_watch.SliceWatch."""
+
+    def released(self, parameters: list[nn.Parameter]) -> None:
+        """See slice_watch.SliceWatch."""
 
 
 class _Opened(NamedTuple):
@@ -102,7 +112,7 @@ class Unit:
         """
         self._pending = PendingUpdates()
         self._owed: dict[int, MissedUpdates] = {}
-        self._look: Callable[[list[nn.Parameter]], None] | None = None
+        self._watch: AttachedWatch | None = None
 
     @property
     def pending(self) -> PendingUpdates:
@@ -175,9 +185,11 @@ class Unit:
             release(parameter, stand_in)
             set_changes(parameter, self.changes)
 
-    def release_by(self, look: Callable[[list[nn.Parameter]], None]) -> None:
-        """Have `look` see the parameters each time they are about to be released."""
-        self._look = look
+    def watch_by(self, watch: AttachedWatch) -> None:
+        """Tell `watch` each time that the parameters are attached, and about to be released."""
+        self._watch = watch
+        if self.attached:
+            watch.attached(self.parameters)
 
     def live_in(self, blocks: Blocks) -> None:
         """Become resident in other blocks than it was opened with, before it has been."""
@@ -326,6 +338,8 @@ class Unit:
             _set_data(parameter, values)
         self.changes.begin(self._views)
         self.attached, self.aside = True, aside
+        if self._watch is not None:
+            self._watch.attached(self.parameters)
 
     def guard(self) -> None:
         """Have `changes` asked, from now on, before an attached parameter is assigned to."""
@@ -357,8 +371,8 @@ class Unit:
     def detach(self) -> None:
         """Put the guard on the parameters; the storage stays as it is."""
         saved = self.saved()
-        if self._look is not None:
-            self._look(self.parameters)
+        if self._watch is not None:
+            self._watch.released(self.parameters)
         self.attached = self.aside = False  # first: after an interrupt here all of them are attached again
         self.changes.end()
         if self.distributed:

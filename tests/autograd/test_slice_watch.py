@@ -32,7 +32,7 @@ def test_slices_are_found_that_were_told_of_or_looked_at_until_their_gradient_is
     for one in slices:
         one.grad = torch.ones(2)
     watch.assigned(slices[1], "grad")
-    watch.look(slices[3:])
+    watch.released(slices[3:])
     for _ in range(2):
         assert set(map(id, watch.with_gradients())) == {id(slices[1]), id(slices[3])}
     slices[1].grad = None
@@ -50,11 +50,11 @@ def test_what_is_no_slice_is_not_kept(watch):
 
 def test_a_slice_that_may_have_been_frozen_or_is_released_frozen_is_counted(watch, slices):
     seen = [watch.freezes]
-    watch.look(slices)
+    watch.released(slices)
     seen.append(watch.freezes)
     watch.assigned(slices[0], "requires_grad")
     seen.append(watch.freezes)
     slices[0].requires_grad = False
-    watch.look(slices)
+    watch.released(slices)
     seen.append(watch.freezes)
     assert seen[0] == seen[1] < seen[2] < seen[3]

@@ -52,8 +52,12 @@ class Ranks:
         ]
 
 
+def settings(**fields):
+    return Config(**{"shared_memory": "auto", **fields})
+
+
 def decide(ranks=None, device=HOST, **fields):
-    return decided.rank_features(Config(**fields), ranks or Ranks(), device)
+    return decided.rank_features(settings(**fields), ranks or Ranks(), device)
 
 
 @pytest.fixture
@@ -86,7 +90,7 @@ def test_the_smallest_bucket_of_all_ranks_is_taken():
             BOTH,
             "rank 0: quantized_weights='int8'; rank 1: quantized_weights=None",
         ),
-        ([{"shared_memory": False}], {}, "rank 0: shared_memory=None; rank 1: shared_memory=False"),
+        ([{"shared_memory": False}], {}, "rank 0: shared_memory='auto'; rank 1: shared_memory=False"),
         ([{"secondary_shard": 2}, {}], {}, "rank 1: secondary_shard=2; rank 2: secondary_shard=None"),
         ([{"stage": 1}], {}, "rank 0: stage=3; rank 1: stage=1"),
         (
@@ -97,7 +101,7 @@ def test_the_smallest_bucket_of_all_ranks_is_taken():
     ],
 )
 def test_ranks_with_different_settings_are_all_told_which(others, fields, told):
-    ranks = Ranks([1] * (1 + len(others)), others=[Config(**one) for one in others])
+    ranks = Ranks([1] * (1 + len(others)), others=[settings(**one) for one in others])
     with pytest.raises(ConfigError, match=f"Give all the same Config: .*{told}"):
         decide(ranks, **fields)
 
@@ -248,7 +252,7 @@ def test_processes_in_another_network_or_of_another_user_are_elsewhere(monkeypat
 def test_a_configuration_of_deepspeeds_has_the_key():
     source = {"train_batch_size": 2, "infinity": {"shared_memory": True}}
     assert Config.from_deepspeed(source).shared_memory
-    assert Config.from_deepspeed({"train_batch_size": 2}).shared_memory is None
+    assert Config.from_deepspeed({"train_batch_size": 2}).shared_memory is False
 
 
 # Second parts

@@ -82,6 +82,16 @@ def test_a_gradient_is_found_wherever_it_was_assigned(pairs, assign):
     models.assert_same_state(ours, optimizer, plain, reference)
 
 
+def test_a_step_within_gathered_sees_what_was_assigned_there(pairs):
+    ours, optimizer = pairs[1]
+    last = list(ours.embed.parameters())[-1]
+    with pytest.raises(infinity.UnsupportedError, match="gathered"), infinity.gathered(last):
+        last.grad = torch.ones_like(last)
+        optimizer.step()
+    optimizer.zero_grad()
+    assert last.grad is None
+
+
 def freeze(model, trained):
     model.embed.requires_grad_(trained)
 

@@ -76,6 +76,8 @@ def test_ranks_beside_each_other_are_given_the_same_batches_and_count_once(answe
         rows, measured, expected = one["rows"]
         assert rows == 6
         assert measured == pytest.approx(expected, rel=1e-5)
+        loss, of_all_rows = one["eval loss"]
+        assert loss == pytest.approx(of_all_rows, rel=0.05), "batches differ in how many labels count"
 
 
 @slow
@@ -101,4 +103,8 @@ def test_what_does_not_go_with_a_mesh_is_refused_by_name_on_all_ranks(answers, l
         assert one["objects"].startswith("UnsupportedError: TrainingArguments(eval_use_gather_object=True)")
         assert one["weights alone"].startswith("UnsupportedError: TrainingArguments(save_only_model=True)")
         assert one["by block"].startswith("UnsupportedError: LlamaForCausalLM is divided among ranks")
+        assert one["apart"].startswith(
+            "UnsupportedError: TrainingArguments(average_tokens_across_devices=False)"
+        )
+        assert one["counted"].startswith("UnsupportedError: TrainingArguments(include_num_input_tokens_seen=")
         assert "has no folder 'infinity'" in one["other place"]

@@ -122,6 +122,36 @@ def test_a_backward_that_adds_to_what_is_kept_is_an_error(folder):
             ours.step()
 
 
+def test_a_step_that_raises_before_it_decides_anything_keeps_what_was_kept(folder):
+    plain, model = build_both(Deep, nvme=folder, memory=ROOMY, waits=True)
+    late = Late(plain, 0)
+    ours = AdamW(model.parameters(), update="delayed", delayed_after=0, **SETTINGS)
+    both = [(plain, late), (model, ours)]
+    train(both, range(2))
+    for one, _ in both:
+        one(batch(20)).square().mean().backward()
+    with pytest.raises(UnsupportedError, match="gathered"), infinity.gathered(model):
+        ours.step()
+    for _, optimizer in both:
+        optimizer.param_groups[0]["lr"] = 1e-3
+        optimizer.step()
+        optimizer.zero_grad()
+    assert differences(plain.state_dict(), model.state_dict()) == []
+
+
+def test_what_is_kept_is_of_no_training_that_is_loaded(folder):
+    with infinity.Init(nvme=folder, host_memory=ROOMY):
+        model = Deep()
+    ours = AdamW(model.parameters(), update="delayed", delayed_after=0, **SETTINGS)
+    infinity.save(model, ours, folder / "saved")
+    before = ours.state_dict()
+    for load in (lambda: infinity.load(model, ours, folder / "saved"), lambda: ours.load_state_dict(before)):
+        train([(model, ours)], range(1))
+        assert len(ours.delayed) > 0
+        load()
+        assert len(ours.delayed) == 0
+
+
 def test_what_it_does_not_go_with_is_refused_by_name(folder):
     with infinity.Init(nvme=folder, host_memory=ROOMY, dtype="fp16"):
         model = torch.nn.Linear(8, 8)

@@ -152,6 +152,8 @@ def trained(place, dtype):
     with torch.no_grad():
         rows = torch.stack([one["input_ids"] for one in HELD])
         answers = [model(input_ids=pair).logits for pair in rows.split(2)]
+        labels = torch.stack([one["labels"] for one in HELD])
+        loss = model(input_ids=rows, labels=labels).loss
     evaluated = trainer.evaluate()
     given = of_all([digest(one["input_ids"]) for one in seen])
     per_step = [sum(losses[at : at + ACCUMULATED]) for at in range(0, len(losses), ACCUMULATED)]
@@ -164,6 +166,7 @@ def trained(place, dtype):
         "same in a row": all(
             given[one] == given[other] for row in place.mesh.mesh.tolist() for one in row for other in row
         ),
+        "eval loss": [evaluated["eval_loss"], float(loss)],
         "batches": len({one for of_rank in given for one in of_rank}),
         "nvme": infinity.stats(model).nvme_written_nbytes,
     }
@@ -216,6 +219,8 @@ def refused(place):
         "objects": error_of(lambda: trainer_of(model, place, "objects", eval_use_gather_object=True)),
         "weights alone": error_of(lambda: trainer_of(model, place, "alone", **both, **steps)),
         "by block": error_of(lambda: by_block(model, place)),
+        "apart": error_of(lambda: trainer_of(model, place, "apart", average_tokens_across_devices=False)),
+        "counted": error_of(lambda: trainer_of(model, place, "counted", include_num_input_tokens_seen="all")),
         "other place": error_of(lambda: resumed_elsewhere(model, place)),
     }
 
