@@ -58,7 +58,8 @@ class TakingTurns:
             )
 
     def _parameter(self, key: int) -> nn.Parameter:
-        return next(one for group in self.param_groups for one in group["params"] if id(one) == key)
+        parameters: Iterable[nn.Parameter] = (one for group in self.param_groups for one in group["params"])
+        return next(one for one in parameters if id(one) == key)
 
     def look_at_turns(self, gradients: list[Gradient], found: Container[int]) -> None:
         """See in step() whether the backward may make updates, by all gradients that the step found. found:
