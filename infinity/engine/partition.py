@@ -237,6 +237,10 @@ class Partition:
         self._lane.wait(job)
         return job.whole
 
+    def post_failure(self, why: str) -> None:
+        """See Assembler."""
+        self.ranks.post_failure(why)
+
     def check(self, plan: Plan) -> None:
         """See Assembler. The error names the first use that differs, and what each rank has."""
         self._buckets.begin_step()

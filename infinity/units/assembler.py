@@ -43,5 +43,8 @@ class Assembler(MatrixOwners, Protocol):
     def spread(self, unit: Unit) -> Job:
         """Have the ranks that have a unit, which is resident, give it to the others. Every rank calls it."""
 
+    def post_failure(self, why: str) -> None:
+        """Tell ranks that wait for this one why it does not come."""
+
     def check(self, plan: Plan) -> None:
         """See that the ranks have the same plan for what begins. Raises: RanksError naming what differs."""

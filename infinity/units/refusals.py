@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from infinity.errors import UnsupportedError
 from infinity.lane.lane import StreamLane
 from infinity.units.changes import came_too_late
@@ -11,9 +13,11 @@ from infinity.units.unit import Unit
 class Refusals:
     """Keeps the first change that was refused. Used by the thread that computes."""
 
-    def __init__(self, lane: StreamLane, *, one_rank: bool) -> None:
-        """Nothing is refused yet. lane: stops where a change cannot be undone."""
-        self._lane, self._one_rank = lane, one_rank
+    def __init__(self, lane: StreamLane, tell: Callable[[str], None] | None) -> None:
+        """Nothing is refused yet. lane: stops where a change cannot be undone. tell: tells other ranks; None
+        where there are none.
+        """
+        self._lane, self._tell = lane, tell
         self.found: UnsupportedError | None = None
         """The first one."""
 
@@ -23,7 +27,9 @@ class Refusals:
         since the others have to be told.
         """
         self.found = self.found or UnsupportedError(why)
-        if unit.resident_in_place or not self._one_rank:
+        if self._tell is not None:
+            self._tell(str(self.found))
+        if unit.resident_in_place or self._tell is not None:
             self._lane.fail(self.found)
 
     def look(self, unit: Unit) -> bool:

@@ -79,7 +79,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         """
         self.updates_at_fetch = True
         """Whether updates are pending until the next fetch, and not applied in the backward."""
-        self.refusals = Refusals(lane, one_rank=assembler is None)
+        self.refusals = Refusals(lane, None if assembler is None else assembler.post_failure)
         self._assembler = assembler
         self._uses_of: dict[Phase, list[Use]] = {}
         self._meeting: MeetingOfRanks | None = None
