@@ -61,7 +61,8 @@ LOOKED_UP: Sequence[tuple[type[Any], str]] = (
     (RoutedLayers, "announced"),
     (RoutedLayers, "needed_with"),
     (SliceWatch, "assigned"),
-    (SliceWatch, "look"),
+    (SliceWatch, "attached"),
+    (SliceWatch, "released"),
 )
 _BEGUN: Sequence[tuple[type[Any], str]] = ((Pins, "_leave"), (Pins, "_take"))
 """What these begin, and what is therefore not counted: writes, and memory that is allocated."""

@@ -68,7 +68,7 @@ def what_stays(before):
 
 def by_itself():
     """Train with what Config chooses: return what the ranks share, and what they say of it."""
-    model = models.build("llama", host_memory="64MiB", shared_memory=None)
+    model = models.build("llama", host_memory="64MiB", shared_memory="auto")
     ranks_run.train(model, infinity.AdamW(model.parameters(), lr=1e-2), steps=1)
     stats = infinity.stats(model)
     return {
