@@ -57,3 +57,15 @@ def test_a_long_part_makes_the_step_that_its_parts_make(seed, name, dtype, wide)
     for field, values in whole.items():
         assert torch.equal(values, parts[field]), field
     assert not torch.equal(whole["hi"], before["hi"])
+
+
+def test_masters_in_24_bits_make_a_step_whatever_other_fields_their_record_has(seed):
+    torch.manual_seed(seed)
+    before = {**fields("bf16"), "lo": torch.zeros(N, dtype=torch.int8)}
+    gradient = torch.randn(N).bfloat16()
+    with_errors = {**before, "r0": torch.full((N,), 7.0)}  # of Config(error_feedback=True)
+    after = stepped(ADAM, "bf16, fp24", with_errors, gradient, (0, N))
+    assert torch.equal(after.pop("r0"), with_errors["r0"])
+    expected = stepped(ADAM, "bf16, fp24", before, gradient, (0, N))
+    assert all(torch.equal(one, expected[name]) for name, one in after.items())
+    assert not torch.equal(after["hi"], before["hi"])
