@@ -1,7 +1,9 @@
-"""A Llama's step on a GPU with its state on the device, in host memory and on NVMe, beside plain PyTorch; and
-the speed of its copies between host and device, beside a plain pinned copy in the same run.
+"""A Llama's step on a GPU with its state on the device, in host memory and on NVMe, beside plain PyTorch and,
+where it is asked for, DeepSpeed's ZeRO-3 offload; and the speed of its copies between host and device, beside a
+plain pinned copy in the same run.
 
     python -m infinity.bench.device.gpu --out bench/results
+    python -m infinity.bench.device.gpu --only "in host memory" "DeepSpeed in host memory"
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 import transformers
 from rich.console import Console
@@ -29,7 +32,9 @@ from rich.table import Table
 
 import infinity
 from infinity import reference
+from infinity.bench.device import rival
 from infinity.bench.device.copy import DOWN, UP, CudaLink, rate
+from infinity.bench.engine.contestant import traffic
 from infinity.bench.engine.runs import SETTLING, SHAPES, block_parameters, here, machine, save
 from infinity.cli.presets import recompute_blocks
 from infinity.device.device import AcceleratorDevice, Device, open_device
@@ -193,7 +198,11 @@ class TrainingResult:
     seconds: float
     """Per step: the median of the steady steps."""
     device_nbytes: int
-    """Peak memory on the device."""
+    """Peak memory on the device; DeepSpeed's from when it is initialised."""
+    host_nbytes: int
+    """Of the host's memory, after the last step, beside what was in use before the model was built. Of the
+    whole machine: what CUDA page-locks is in no count of a process.
+    """
     loss: float
     """Of the last timed step."""
     profile: Profile
@@ -217,9 +226,30 @@ def settings_of(name: str, sizes: Mapping[str, int], folder: str) -> dict[str, A
     return {"nvme": None, "host_memory": 18 * total + (2 << 30), "device_memory": device}
 
 
-def build(name: str, sizes: Mapping[str, int], folder: str, units: str = "module") -> tuple[Any, Any]:
-    """Return a Llama and its optimizer. units: as Config's."""
+def build(
+    name: str, sizes: Mapping[str, int], folder: str, units: str = "module"
+) -> tuple[Any, Callable[[torch.Tensor], Any], Callable[[], Any]]:
+    """Return a Llama, its backward and its update. units: as Config's."""
     config = transformers.LlamaConfig(**dict[str, Any](sizes))
+    if name in rival.CASES:
+        with repeated_weights():
+            engine, *calls = rival.initialized(
+                lambda: transformers.LlamaForCausalLM(config), name, sizes, folder
+            )
+        recompute_blocks(engine.module)
+        torch.cuda.reset_peak_memory_stats()
+        return engine, *calls
+    model, optimizer = _with_optimizer(name, config, sizes, folder, units)
+    recompute_blocks(model)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, torch.Tensor.backward, update
+
+
+def _with_optimizer(name: str, config: Any, sizes: Mapping[str, int], folder: str, units: str) -> Any:
     if name == PLAIN:
         with repeated_weights():
             model: Any = reference.prepare(transformers.LlamaForCausalLM(config))
@@ -267,10 +297,10 @@ def measure(
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    model, optimizer = build(name, sizes, folder, units)
+    before = psutil.virtual_memory().available
+    model, backward, update = build(name, sizes, folder, units)
     model.train()
-    recompute_blocks(model)
-    engine = None if name == PLAIN else engine_of_model(model)
+    engine = engine_of_model(model) if name in CASES else None
     device = engine.device if engine else None
     memory = device.memory if isinstance(device, AcceleratorDevice) else None
     generator = torch.Generator("cuda").manual_seed(0)
@@ -282,26 +312,27 @@ def measure(
         if engine:
             engine.timeline.mark_step(time.perf_counter())
         loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        backward(loss)
+        update()
         losses.append(loss.detach())
 
     for number in range(STEPS):
-        if number == SETTLING and memory:
-            made, moved = memory.made, _on_nvme(model)
+        if number == SETTLING:
+            made, moved = memory.made if memory else 0, _on_nvme(model, engine, folder)
         if number == SETTLING and engine and trace:
             engine.timeline.start()
         seconds.append(timed(step))
-    peak, nvme_nbytes, buffers = torch.cuda.max_memory_allocated(), 0.0, 0
+    peak, host = torch.cuda.max_memory_allocated(), before - psutil.virtual_memory().available
+    nvme_nbytes, buffers = (_on_nvme(model, engine, folder) - moved) / (STEPS - SETTLING), 0
     if engine and trace:
         engine.timeline.stop()
         write_chrome_trace(engine.timeline, trace / f"{name.replace(' ', '-')}-timeline.json")
     if memory:  # before the profile, which takes a step more
-        nvme_nbytes, buffers = (_on_nvme(model) - moved) / (STEPS - SETTLING), memory.made - made
+        buffers = memory.made - made
     result = TrainingResult(
         statistics.median(seconds[SETTLING:]),
         peak,
+        host,
         losses[-1].item(),
         profiled(step, trace / f"{name.replace(' ', '-')}.json.gz" if trace else None),
         nvme_nbytes,
@@ -314,7 +345,11 @@ def measure(
     return result
 
 
-def _on_nvme(model: Any) -> int:
+def _on_nvme(model: Any, engine: Any, folder: str) -> int:
+    """Bytes read and written so far: by Infinity's count, else by the kernel's of this process."""
+    if engine is None:
+        counted = traffic(folder, (0, 0))
+        return counted.read + counted.written
     now = infinity.stats(model)
     return now.nvme_read_nbytes + now.nvme_written_nbytes
 
@@ -346,8 +381,9 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="269m")
     parser.add_argument("--layers", type=int, help="of the model; all by default")
     parser.add_argument("--tokens", type=int, default=1024)
-    names = (PLAIN, *CASES)
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE", help=str(names))
+    names, ours = (PLAIN, *CASES, *rival.CASES), (PLAIN, *CASES)
+    only = f"of {names}; those of DeepSpeed, which has to be installed in this Python, only if they are named"
+    parser.add_argument("--only", nargs="+", choices=names, default=ours, metavar="CASE", help=only)
     parser.add_argument("--units", choices=("module", "block"), default="module", help="as Config's")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -393,6 +429,8 @@ def main() -> None:
         "kernels_s": {name: one.profile.kernels_s for name, one in results.items()},
         "nvme_nbytes": {name: one.nvme_nbytes for name, one in results.items()},
         "device_nbytes": {name: one.device_nbytes for name, one in results.items()},
+        "host_nbytes": {name: one.host_nbytes for name, one in results.items()},
+        "losses": {name: one.loss for name, one in results.items()},
         "summary": {name: f"{one.seconds:.3f} s" for name, one in results.items()},
     }
     sys.stdout.write(json.dumps(found) + "\n")  # what the runner of stages reads

@@ -113,20 +113,21 @@ def _table() -> Mapping[str, Any]:
 
 def _others(method: str, quantizer: Any, offer: Offer) -> dict[str, Any]:
     """Return the methods that a quantizer is to have instead of its own, by name; none for a method that has
-    no packed weights, and for a transformers that has no such conversions.
+    no packed weights. With a transformers that has no such conversions weights are not offered: they are
+    widened while they are loaded, as transformers does it by itself where no GPU is.
     """
     before = getattr(quantizer, _OPERATIONS, None)
-    if before is None:
-        return {}
     if method in _BITSANDBYTES:
-        return _bitsandbytes(_loading(offer, eight=method == "bitsandbytes_8bit"))
+        return {} if before is None else _bitsandbytes(_loading(offer, eight=method == "bitsandbytes_8bit"))
     makers = {"fp8": _fp8, "mxfp4": _mxfp4, "compressed-tensors": _compressed}
+    if method not in makers:
+        return {}
     try:  # an older transformers may lack one
-        operation = makers[method](offer) if method in makers else None
+        operation = None if before is None else makers[method](offer)
     except ImportError:
-        return {}
-    if operation is None:
-        return {}
+        operation = None
+    if operation is None or before is None:
+        return _dequantizing(quantizer)
 
     def get_load_operations(self: Any) -> dict[str, Any]:
         operations: dict[str, Any] = before(self)

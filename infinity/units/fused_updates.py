@@ -89,4 +89,5 @@ def _compiled(device: torch.device) -> CudaKernel:
     places = nvrtc.places(torch.version.cuda, Path(torch.__file__).parent)
     source = (resources.files("infinity.kernels") / "adamw.cu").read_text()
     with torch.cuda.device(device):
+        torch.cuda.mem_get_info(device)  # makes the device's context, and this thread's, if nothing has yet
         return CudaKernel(source, "infinity_adamw_device", f"sm_{major}{minor}", places)

@@ -68,10 +68,10 @@ def exchanged():
     }
 
 
-def gather_over_host(channel, whole, part, what):
-    """Channel.gather for gloo, which knows the host's memory alone."""
+def gather_over_host(channel, whole, part, what, beside=None):
+    """Channel.gather for gloo, which knows the host's memory alone; of ranks on one machine."""
     if whole.device.type == "cpu":
-        return _gather(channel, whole, part, what)
+        return _gather(channel, whole, part, what, beside)
     note(what)
     rows = torch.empty(whole.shape, dtype=whole.dtype)
     _gather(channel, rows, part.cpu(), what)
@@ -79,14 +79,14 @@ def gather_over_host(channel, whole, part, what):
     return None
 
 
-def exchange_over_host(channel, received, sent, what):
+def exchange_over_host(channel, received, sent, what, rows=None):
     """The same for Channel.exchange."""
     if sent.device.type == "cpu":
-        return _exchange(channel, received, sent, what)
+        return _exchange(channel, received, sent, what, rows)
     note(what)
-    rows = torch.empty(received.shape, dtype=received.dtype)
-    _exchange(channel, rows, sent.cpu(), what)
-    received.copy_(rows)
+    came = torch.empty(received.shape, dtype=received.dtype)
+    _exchange(channel, came, sent.cpu(), what, rows)
+    received.copy_(came)
     return None
 
 
