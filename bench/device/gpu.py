@@ -1,6 +1,6 @@
-"""A Llama's step on a GPU with its state on the device, in host memory and on NVMe, beside plain PyTorch and,
-where it is asked for, DeepSpeed's ZeRO-3 offload; and the speed of its copies between host and device, beside a
-plain pinned copy in the same run.
+"""A Llama's step on a GPU with its state on the device, in host memory and on NVMe, beside plain PyTorch
+and, where it is asked for, DeepSpeed's ZeRO-3 offload; and the speed of its copies between host and device,
+beside a plain pinned copy in the same run.
 
     python -m infinity.bench.device.gpu --out bench/results
     python -m infinity.bench.device.gpu --only "in host memory" "DeepSpeed in host memory"

@@ -1,5 +1,5 @@
-"""DeepSpeed's ZeRO-3 offload on one GPU as a peer, in this Python: DeepSpeed has to be importable here, with a
-compiler for the extensions that it compiles, and for NVMe libaio's headers.
+"""DeepSpeed's ZeRO-3 offload on one GPU as a peer, in this Python: DeepSpeed has to be importable here, with
+a compiler for the extensions that it compiles, and for NVMe libaio's headers.
 """
 
 from __future__ import annotations

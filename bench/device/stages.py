@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -29,23 +30,26 @@ LEAST_S = 5.0
 """Seconds left with which no stage is begun."""
 _MARGIN_S = 3.0
 """Seconds kept for the end of the last process and the table."""
-_TESTS = (
-    "-m",
-    "pytest",
-    "-q",
-    "-p",
-    "no:cacheprovider",
-    "-m",
-    "gpu and not slow",
+_PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-m", "gpu and not slow")
+_FILES = (
     "tests/device/test_gpu.py",
+    "tests/device/test_gpu_cases.py",
+    "tests/device/test_gpu_features.py",
     "tests/records/test_tensor_steps.py",
     "tests/units/test_fused_updates.py",
 )
-_CASES = (*_TESTS[:-3], "tests/device/test_gpu_cases.py")
+_ALONE = "host_waits or beside_the_kernels or steady_state"
+"""Tests that see what happens at the same time: no other runs beside them."""
 _PROBE = ("-m", "infinity.bench.device.probes")
 _STEPS = ("-m", "infinity.bench.device.gpu", "--model", "8b", "--layers")
 _PLAIN = "plain PyTorch"
 _IN_MEMORY = (_PLAIN, "on the device", "in host memory")
+
+
+def _workers() -> tuple[str, ...]:
+    """What lets tests run side by side, where pytest-xdist is installed."""
+    found = importlib.util.find_spec("xdist") is not None
+    return ("-n", str(min(10, os.cpu_count() or 1)), "--dist=worksteal") * found
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +74,23 @@ class Outcome:
     """Of what it printed, where it found nothing."""
 
 
-def _tests(chosen: str) -> tuple[str, ...]:
-    return (*_TESTS, "-k", chosen)
-
-
 STAGES = (
     GpuStage("facts", (*_PROBE, "facts"), 40),
+    GpuStage("tests", (*_PYTEST, *_workers(), *_FILES, "-k", f"not ({_ALONE})"), 180),
+    GpuStage("ranks", (*_PYTEST, "tests/device/test_gpu_ranks.py"), 90),
+    GpuStage("tests alone", (*_PYTEST, "tests/device/test_gpu.py", "-k", _ALONE), 70),
     GpuStage("link", (*_PROBE, "link"), 40),
-    GpuStage(
-        "device",
-        _tests("same_bits or still_use or used_again or no_failure or of_the_kernels or stream_of"),
-        40,
-    ),
-    GpuStage("exactness", _tests("equals_training or copied_no_more"), 120),
-    GpuStage("memory", _tests("steady_state or budget or take_no_device or unpins"), 60),
-    GpuStage("cases", _CASES, 120),
-    GpuStage("host waits", _tests("host_waits or beside_the_kernels"), 60),
     GpuStage("steps", (*_STEPS, "8", "--tokens", "8192", "--only", *_IN_MEMORY), 180),
     GpuStage("NVMe", (*_STEPS, "2", "--tokens", "8192", "--only", _PLAIN, "on NVMe"), 120),
     GpuStage("update rates", (*_PROBE, "updates"), 40),
     GpuStage("nccl", (*_PROBE, "nccl"), 40),
     GpuStage("pinning", (*_PROBE, "pinning"), 40),
-    GpuStage("races", _tests("equals_training and llama"), 60, {"TORCH_CUDA_SANITIZER": "1"}),
+    GpuStage(
+        "races",
+        (*_PYTEST, *_workers(), _FILES[0], "-k", "equals_training and llama"),
+        60,
+        {"TORCH_CUDA_SANITIZER": "1"},
+    ),
     GpuStage("tokens", (*_STEPS, "8", "--tokens", "2048", "--only", *_IN_MEMORY), 120),
 )
 """In the order in which they run: what the next ones build on first."""

@@ -11,7 +11,8 @@ A read may begin when what computed in that memory before is over; the event tha
 `AcceleratorDevice.allocated` has recorded tells that, and is looked at whenever the transfer is. Computing is
 launched after the transfer has ended, so that nothing has to order it behind the read.
 
-Unproven: it was run with a stand-in for kvikio alone.
+It was run on a GPU in kvikio's compatibility mode, and with a stand-in for kvikio; on a drive that has
+GPUDirect it is unproven.
 """
 
 from __future__ import annotations

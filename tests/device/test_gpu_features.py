@@ -1,4 +1,5 @@
-"""What the engine does on CUDA beside plain training. Runs where a GPU is (python3 dev.py gpu); nothing is faked.
+"""What the engine does on CUDA beside plain training. Runs where a GPU is (python3 dev.py gpu);
+nothing is faked.
 
 Trusted: torch on the same GPU, the same training with another room on the device, and the engine on the CPU.
 """
@@ -127,7 +128,8 @@ STATES = [
 def test_states_of_every_dtype_train_to_the_same_bits_in_every_device_memory(folder, state):
     one, other = folders(folder)
     assert_same(
-        Training(one, "160KiB", **state).steps(4).result(), Training(other, "64MiB", **state).steps(4).result()
+        Training(one, "160KiB", **state).steps(4).result(),
+        Training(other, "64MiB", **state).steps(4).result(),
     )
 
 
@@ -192,7 +194,9 @@ def test_a_budget_of_activations_is_kept_at_every_setting(folder):
     batch = models.batch(0, rows=4, length=512).cuda()
 
     def peak_of(budget, place):
-        with Init(nvme=None, host_memory="2GiB", device="cuda", device_memory="512MiB", activation_memory=budget):
+        with Init(
+            nvme=None, host_memory="2GiB", device="cuda", device_memory="512MiB", activation_memory=budget
+        ):
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**WIDE))
         model.to("cuda").train()
         optimizer = AdamW(model.parameters(), update="backward", **SETTINGS)
@@ -223,7 +227,8 @@ def test_a_budget_of_activations_is_kept_at_every_setting(folder):
 
 def test_sparse_attention_by_flex_attention_computes_what_dense_attention_with_its_mask_does():
     config = transformers.LlamaConfig(
-        **{**models.SIZES, "hidden_size": 128, "max_position_embeddings": 1024}, attn_implementation="flex_attention"
+        **{**models.SIZES, "hidden_size": 128, "max_position_embeddings": 1024},
+        attn_implementation="flex_attention",
     )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).cuda().eval()

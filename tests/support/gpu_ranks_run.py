@@ -21,7 +21,7 @@ import models
 from infinity import AdamW, stats
 from infinity.engine.engine import engine_of_model
 from infinity.ranks import group, groups
-from infinity.reference import ReferenceAdamW, prepare
+from infinity.reference import ReferenceAdamW
 from places import disk
 from ranks_run import mean_over_ranks
 from simulated_ranks import SETTINGS, STAGES, clip, exchange_over_host, freeze, gather_over_host
@@ -83,7 +83,12 @@ def plain(case):
 def offloaded(case, folder):
     """Return the losses and weights of ours, and whether anything lives on the device."""
     nvme = folder if case.get("nvme", True) else None
-    place = {"host_memory": "64MiB", "device": "cuda", "device_memory": case["device"], "stage": case["stage"]}
+    place = {
+        "host_memory": "64MiB",
+        "device": "cuda",
+        "device_memory": case["device"],
+        "stage": case["stage"],
+    }
     model = models.build("llama", nvme=nvme, **place).to(PLACE).train()
     optimizer = AdamW(freeze(model, case), update=case["update"], **SETTINGS)
 

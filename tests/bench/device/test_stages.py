@@ -123,20 +123,26 @@ def test_without_a_device_a_measurement_says_so_with_its_own_arguments(stage, mo
 
 def test_the_stages_name_what_exists():
     assert all(importlib.util.find_spec(stage.command[1]) for stage in STAGES)
-    assert sum(stage.limit_s for stage in STAGES[:7]) < 570  # all but the long ones are certain to be begun
+    assert sum(stage.limit_s for stage in STAGES[:5]) < 570  # all but the long ones are certain to be begun
 
 
-def test_the_tests_that_stages_choose_exist_and_every_test_is_chosen():
-    stage = next(stage for stage in STAGES if "pytest" in stage.command)
-    files = [(ROOT / one).read_text() for one in stage.command if one.startswith("tests/")]
-    tests = re.findall(r"^def (test_\w+)", files[0], re.MULTILINE)
-    tests += re.findall(r"mark\.gpu.*\n(?:@.*\n)*def (test_\w+)", "".join(files[1:]))
-    assert len(tests) > 10
-    chosen = [stage.command[-1].split(" and ")[0].split(" or ") for stage in STAGES if "-k" in stage.command]
-    for words in chosen:
-        assert all(any(word in name for name in tests) for word in words), words
-    missed = [name for name in tests if not any(word in name for words in chosen for word in words)]
-    assert missed == []
+def gpu_tests_of(path):
+    """The names of a file's tests that need a GPU."""
+    text = path.read_text()
+    every = "pytest.mark.gpu" in text.partition("\ndef ")[0].partition("@pytest")[0]
+    found = r"^def (test_\w+)" if every else r"mark\.gpu.*\n(?:@.*\n)*def (test_\w+)"
+    return re.findall(found, text, re.MULTILINE)
+
+
+def test_every_test_that_needs_a_gpu_is_chosen_by_a_stage_and_those_alone_are_there():
+    files = {one for stage in STAGES for one in stage.command if one.startswith("tests/")}
+    there = {path: gpu_tests_of(path) for path in (ROOT / "tests").rglob("test_*.py")}
+    assert {str(path.relative_to(ROOT)) for path, names in there.items() if names} == files
+    names = there[ROOT / "tests/device/test_gpu.py"]
+    alone = next(stage for stage in STAGES if stage.name == "tests alone").command[-1]
+    others = next(stage for stage in STAGES if stage.name == "tests").command[-1]
+    assert others == f"not ({alone})"
+    assert all(any(word in name for name in names) for word in alone.split(" or "))
 
 
 def test_the_end_of_all_stages_says_whether_all_went_well(tmp_path, monkeypatch, capsys):
