@@ -1,5 +1,5 @@
-"""Two ranks that train on one GPU. Runs where a GPU is (python3 dev.py gpu). Faked: the exchange between GPUs,
-by gloo over the host's memory, since NCCL takes one rank of a GPU.
+"""Two ranks that train on one GPU. Runs where a GPU is (python3 dev.py gpu). Faked: the exchange between
+GPUs, by gloo over the host's memory, since NCCL takes one rank of a GPU.
 
 Trusted: plain data parallelism on the same GPU, with updates of the reference recipe on the CPU.
 """
