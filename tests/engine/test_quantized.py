@@ -14,8 +14,9 @@ import infinity
 import models
 import quantised
 from infinity import AdamW, CorruptionError, Init, UnsupportedError, reference
+from infinity.engine import quantized as loading
 from infinity.engine.engine import engine_of_model
-from infinity.engine.quantized import check_order, say_activations_stay
+from infinity.engine.quantized import check_order, leaving_packed, say_activations_stay
 from parity import differences, repeatable
 
 pytestmark = [pytest.mark.disk]
@@ -70,6 +71,23 @@ def test_fp8_weights_are_read_packed_where_transformers_sees_a_gpu_that_computes
     monkeypatch.undo()
     assert all(unit.record.in_files is not None for unit in engine_of_model(ours).units)
     assert torch.equal(logits(ours), logits(plain))
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4", "compressed-tensors"])
+def test_a_transformers_that_offers_no_weights_widens_them_also_where_it_sees_a_gpu(method, monkeypatch):
+    class Quantizer:
+        pre_quantized, quantization_config = True, SimpleNamespace(dequantize=False)
+
+        def validate_environment(self):
+            """Ask for nothing."""
+
+    monkeypatch.setattr(loading, "_table", lambda: {method: Quantizer})
+    with leaving_packed(lambda *_: None):
+        Quantizer().validate_environment()
+    assert Quantizer.quantization_config.dequantize
+    Quantizer.quantization_config.dequantize = False
+    Quantizer().validate_environment()
+    assert not Quantizer.quantization_config.dequantize
 
 
 @pytest.mark.parametrize("host_memory", ["128KiB", "1MiB", "64MiB"])
