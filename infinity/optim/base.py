@@ -271,6 +271,8 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
         for engine in self._engines.values():
             if self.update == "auto":
                 engine.arrivals.early.close_step()
+            if self.speculation.decides:
+                engine.arrivals.ahead.close_step()
             engine.close_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
