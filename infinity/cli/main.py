@@ -346,6 +346,8 @@ def _add_recipe(add: Callable[..., object], add_advanced: Callable[..., object])
     add("--max-norm", type=_norm, metavar="X", help="clip the gradients' norm (none)")
     update = "when updates are applied (auto: in the backward, unless gradients are clipped or accumulated)"
     add_advanced("--update", choices=("auto", "forward", "backward"), default="auto", help=update)
+    ahead = "make updates in the backward, too, where norms rarely exceed --max-norm (takes twice the space)"
+    add_advanced("--speculate", action="store_true", help=ahead)
 
 
 def _add_run(add: Callable[..., object], add_advanced: Callable[..., object]) -> None:
@@ -398,6 +400,8 @@ def _check(settings: TrainSettings) -> None:
         and settings.max_norm is not None,
         "--update backward excludes --accumulate without --checkpointing: a second backward would come after "
         "the update.": backward and settings.accumulate > 1 and not settings.checkpointing,
+        "--speculate excludes --update backward, which makes all updates there.": backward and settings.speculate,
+        "--speculate excludes --plain.": settings.speculate and settings.plain,
         "--dtype fp16 excludes --update backward, which would apply overflowed gradients.": fp16 and backward,
         "--dtype fp16 excludes --plain: torch's GradScaler refuses gradients of fp16.": fp16
         and settings.plain,

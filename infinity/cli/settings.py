@@ -77,6 +77,8 @@ class TrainSettings:
     """Steps in which the learning rate rises."""
     max_norm: float | None = None
     update: Literal["auto", "forward", "backward"] = "auto"
+    speculate: bool = False
+    """Whether updates are made in the backward that the norm may still forbid; see AdamW."""
     seed: int = 0
     out: str | None = None
     log_every: int = 1
@@ -96,6 +98,6 @@ class TrainSettings:
     def updates_in(self) -> Literal["forward", "backward"]:
         """The phase of updates; "auto" is the backward unless gradients have to be kept."""
         if self.update == "auto":
-            kept = self.max_norm is not None or self.accumulate > 1 or self.dtype == "fp16"
+            kept = self.speculate or self.max_norm is not None or self.accumulate > 1 or self.dtype == "fp16"
             return "forward" if kept else "backward"
         return self.update

@@ -269,7 +269,8 @@ def build(settings: TrainSettings, task: Task, folder: Path) -> tuple[nn.Module,
             model = task.build()
         model.to(settings.device)  # its buffers
         trained = [one for one in model.parameters() if one.requires_grad]
-        optimizer = AdamW(trained, update=settings.updates_in, **rates)
+        ahead: dict[str, Any] = {"speculate": "auto"} if settings.speculate else {}
+        optimizer = AdamW(trained, update=settings.updates_in, **rates, **ahead)
     model.train()
     if settings.checkpointing and settings.activation_memory is None:
         recompute_blocks(model)
