@@ -310,7 +310,7 @@ def _add_model(add: Callable[..., object], add_advanced: Callable[..., object]) 
     add("--dtype", choices=("bf16", "fp16", "fp32"), default=_DEFAULT.dtype, help=computes)
     state = "how moments are stored: exactly, or in fewer bytes (fp32)"
     add("--state-dtype", choices=("fp32", "bf16", "int8", "int4"), default=_DEFAULT.state_dtype, help=state)
-    masters = "how masters are stored: exactly, or with --dtype bf16 in 24 bits, rounded stochastically (fp32)"
+    masters = "how masters are stored: exactly, or, of bf16, in 24 bits, rounded stochastically (fp32)"
     add_advanced("--master-dtype", choices=("fp32", "fp24"), default=_DEFAULT.master_dtype, help=masters)
     frozen = "with --lora: keep the weights beneath the adapters in 8 or 4 bits (as the model has them)"
     add_advanced("--frozen-dtype", choices=("int8", "nf4"), help=frozen)
@@ -400,7 +400,8 @@ def _check(settings: TrainSettings) -> None:
         and settings.max_norm is not None,
         "--update backward excludes --accumulate without --checkpointing: a second backward would come after "
         "the update.": backward and settings.accumulate > 1 and not settings.checkpointing,
-        "--speculate excludes --update backward, which makes all updates there.": backward and settings.speculate,
+        "--speculate excludes --update backward, which makes all updates there.": backward
+        and settings.speculate,
         "--speculate excludes --plain.": settings.speculate and settings.plain,
         "--dtype fp16 excludes --update backward, which would apply overflowed gradients.": fp16 and backward,
         "--dtype fp16 excludes --plain: torch's GradScaler refuses gradients of fp16.": fp16
@@ -454,7 +455,7 @@ def _check_data(settings: TrainSettings) -> None:
             settings.model is not None and settings.text is not None
         ),
         "--eval-every needs --eval-data FILE...": bool(settings.eval_every) and not settings.eval_data,
-        "--frozen-dtype needs --lora: all weights are trained without it, and none is frozen.": not settings.lora
+        "--frozen-dtype needs --lora: without it all weights are trained.": not settings.lora
         and settings.frozen_dtype is not None,
         "--lora-alpha and --lora-targets need --lora.": not settings.lora
         and not (settings.lora_alpha is None and settings.lora_targets is None),

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 PASSED_ON = ("state_dtype", "master_dtype", "frozen_dtype", "device_memory", "tile_above", "units")
-"""Settings that Config has by the same names and with the same defaults: those that are not theirs are given to
-it.
-"""
+"""Settings that Config has by the same names, with the same defaults; it is given those that are others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -391,8 +391,8 @@ class Config:
             )
         if said.speculate:
             raise ConfigError(
-                f"{SPECULATE} is for infinity.deepspeed.initialize, which makes the optimizer. Leave it out, and "
-                'make infinity.AdamW(..., speculate="auto")'
+                f"{SPECULATE} is for infinity.deepspeed.initialize, which makes the optimizer. Leave it "
+                'out, and make infinity.AdamW(..., speculate="auto")'
             )
         if said.tensor_parallel > 1:
             raise ConfigError(

@@ -357,13 +357,14 @@ def predicted_step_s(engine: Engine, load: Load, done: Stats, speed: Speed) -> f
     budget, host = engine.budget, engine.device.is_host
     ahead = done.speculated.get("confirmed", 0) > done.speculated.get("dropped", 0)
     split = (engine.arrivals.ahead if ahead else engine.arrivals.early).split
+    at_fetch = engine.residency.updates_at_fetch and not (ahead and split is None)
     limits = EngineLimits(
         budget.tile_numel,
         budget.slots,
         engine.residency.window_nbytes,
         budget.outgoing_nbytes,
         on_host=host,
-        update="backward" if not engine.residency.updates_at_fetch or (ahead and split is None) else "forward",
+        update="forward" if at_fetch else "backward",
         early=frozenset(split.early if split is not None else ()),
     )
     return predict_step(plan, seconds, [moves_of(unit) for unit in engine.units], limits, rates).seconds

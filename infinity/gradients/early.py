@@ -74,8 +74,8 @@ class EarlyUpdates:
         on_host: bool,
         foreseen: Callable[[Unit], bool] | None = None,
     ) -> None:
-        """Make none in the backward so far. units: a list that the engine fills. foreseen: for updates that are
-        made ahead, says of which units they can be; None for those that a backward decides.
+        """Make none in the backward so far. units: a list that the engine fills. foreseen: for updates that
+        are made ahead, says of which units they can be; None for those that a backward decides.
         """
         self.split: UpdateSplit | None = None
         """What was decided last; None before, and where all come with the next forward."""
@@ -197,7 +197,7 @@ class EarlyUpdates:
         )
 
     def _moves_of(self, unit: Unit) -> Moves:
-        """Return what a unit moves; `hi` that comes back to its place in host memory with its next fetch is there."""
+        """Return what a unit moves, as if `hi` that comes back to its place in host memory were there."""
         if unit in self._residency.routed:
             return UNMOVED
         moves = moves_of(unit)

@@ -314,8 +314,8 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
                     self._with_gradients = WithGradients()  # so that the next call finds it again
                     raise UnsupportedError(
                         f"{place.engine.parameters.name_of(one)}: it was moved from param group "
-                        f"{place.group} to {number}, whose update rule, {rules[number].name}, keeps another state. Make a new "
-                        "optimizer instead."
+                        f"{place.group} to {number}, whose update rule, {rules[number].name}, keeps another "
+                        "state. Make a new optimizer instead."
                     )
                 self.mine[id(one)] = replace(place, group=number)
 

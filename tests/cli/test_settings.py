@@ -1,5 +1,5 @@
-"""Which of Config's settings `infinity train` has, and which it has not. Trusted: what the docs' table says of
-these. Faked: the training.
+"""Which of Config's settings `infinity train` has, and which it has not. Trusted: the docs' table of these.
+Faked: the training, where a test says so.
 """
 
 import dataclasses
@@ -24,7 +24,8 @@ def settings_of_config():
 
 def left_out():
     """Return the fields that the page names as no options, with what it says of them."""
-    (table,) = re.findall(r"\| no option of `infinity train` \| why \|\n\|[-| ]+\|\n((?:\|.*\n)+)", PAGE.read_text())
+    head = r"\| no option of `infinity train` \| why \|\n\|[-| ]+\|\n"
+    (table,) = re.findall(head + r"((?:\|.*\n)+)", PAGE.read_text())
     rows = [re.findall(r"[^|]+", row)[:2] for row in table.splitlines()]
     return {name: why.strip() for names, why in rows for name in re.findall(r"`(\w+)`", names)}
 

@@ -48,7 +48,8 @@ def test_a_kill_and_a_power_cut_of_every_other_kind_of_training(folder, capsys):
         gc.freeze()
     said = capsys.readouterr().out
     assert ended == 0, said
-    for kind in ("slices", "speculation", "speculation by turns", "generation", "three tiers", "ranks that share memory"):
+    kinds = "slices", "speculation", "speculation by turns", "generation", "three tiers"
+    for kind in (*kinds, "ranks that share memory"):
         assert f"kill -9: {kind}" in said
 
 
