@@ -101,7 +101,9 @@ def split_updates(
     several = sorted(_updated(plan, units).intersection(candidates))
     groups = [several]
     if ahead:
-        groups = [[one for one in several if bool(units[one].hi_nbytes) is on_nvme] for on_nvme in (True, False)]
+        groups = [
+            [one for one in several if bool(units[one].hi_nbytes) is on_nvme] for on_nvme in (True, False)
+        ]
     order = [group[at] for group in groups for at in spread(len(group))]
     found = [UpdateSplit((), len(order), *_all_in_forward(computes, plan, units, rates))]
     for count, unit in enumerate(order, 1):

@@ -107,7 +107,9 @@ def test_three_steps_leave_three_lines_a_picture_and_a_table(folder, capsys, mon
         pytest.param({"activation_memory": "64MiB"}, id="activations by budget"),
         pytest.param({"master_dtype": "fp24"}, id="masters in 24 bits", marks=pytest.mark.slow),
         pytest.param({"max_norm": 0.5, "speculate": True}, id="made ahead", marks=pytest.mark.slow),
-        pytest.param({"units": "block", "tile_above": "64KiB"}, id="blocks and tiles", marks=pytest.mark.slow),
+        pytest.param(
+            {"units": "block", "tile_above": "64KiB"}, id="blocks and tiles", marks=pytest.mark.slow
+        ),
         pytest.param({"dtype": "fp32"}, id="in fp32", marks=pytest.mark.slow),
         pytest.param({"dtype": "fp32", "max_norm": 0.5, "accumulate": 2}, id="in fp32, clipped"),
     ],

@@ -131,4 +131,7 @@ def test_updates_made_ahead_write_hi_that_is_placed_too_and_the_forward_reads_it
 def test_where_the_disk_is_what_steps_wait_for_units_whose_hi_is_placed_are_left_to_the_forward():
     told = ahead((0.0, 0.0))
     assert set(told.early) == {1, 3}
-    assert (told.forward.disk_s, told.backward.disk_s) == (2 * HI + 2 * 2 * STATE, 2 * HI + 2 * (2 * STATE + HI))
+    assert (told.forward.disk_s, told.backward.disk_s) == (
+        2 * HI + 2 * 2 * STATE,
+        2 * HI + 2 * (2 * STATE + HI),
+    )
