@@ -134,7 +134,8 @@ class Arrivals:
         self._durable = durable
         self._speculation = speculation
         self.early, self.ahead = early, ahead
-        hooks.forward_began += [early.forward_began, ahead.forward_began]
+        for one in (early, ahead):
+            hooks.forward_began.append(one.forward_began)
         hooks.backward_ended.append(self._backward_ended)
 
     def join(self, optimizer: Any) -> None:
