@@ -57,6 +57,7 @@ UPDATES: dict[str, dict[str, Any]] = {
     "auto": {"update": "auto"},
     "forward": {"update": "forward"},
     "clipped": {"update": "forward", "max_norm": MAX_NORM},
+    "foreseen": {"update": "forward", "max_norm": NEVER_REACHED, "speculate": "auto"},
     "speculative": {"update": "forward", "max_norm": NEVER_REACHED, "speculate": True},
     "exceeding": {"update": "forward", "max_norm": MAX_NORM, "speculate": True},
 }

@@ -108,9 +108,11 @@ class Arrivals:
         durable: Durable | None,
         speculation: Speculation,
         early: EarlyUpdates,
+        ahead: EarlyUpdates,
     ) -> None:
         """Take those of `units`, a list that the engine fills, from autograd to `gradients`. unit_of: says
-        where a parameter is. durable: has to know before records change. early: decides for update="auto".
+        where a parameter is. durable: has to know before records change. early: decides for update="auto";
+        ahead: for speculate="auto".
         """
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those that have parameters of the engine; see `join`."""
@@ -131,8 +133,9 @@ class Arrivals:
         self._lane = lane
         self._durable = durable
         self._speculation = speculation
-        self.early = early
-        hooks.forward_began.append(early.forward_began)
+        self.early, self.ahead = early, ahead
+        for one in (early, ahead):
+            hooks.forward_began.append(one.forward_began)
         hooks.backward_ended.append(self._backward_ended)
 
     def join(self, optimizer: Any) -> None:
@@ -140,6 +143,8 @@ class Arrivals:
         self.optimizers.add(optimizer)
         if optimizer.update == "auto":
             self.early.want()
+        if optimizer.speculation.decides and not self._speculation.never:
+            self.ahead.want()
         self._takers.clear()
 
     def leave(self, optimizer: Any) -> None:
@@ -169,6 +174,7 @@ class Arrivals:
         if grad is None:
             return
         self.early.gradient_came(parameter)
+        self.ahead.gradient_came(parameter)
         self.slices.assigned(parameter, "grad")
         updater = self.updater(unit)
         if updater is not None and self._durable is not None:
@@ -212,6 +218,9 @@ class Arrivals:
             return False
         optimizer = self._foreseer(unit)
         if optimizer is None or not self._hooks.used_once(unit):
+            return False
+        if optimizer.speculation.decides and self.ahead.leaves(unit):
+            self._speculation.leave()
             return False
         if not self._speculation.begin(unit, optimizer):
             return False
@@ -408,6 +417,7 @@ class Arrivals:
                 waiting = self._kept(unit, updater) if self._applies(updater, unit) else []
                 if waiting:
                     self._gradients.apply(unit, waiting, updater.decide_now)
+        self.ahead.backward_ended()
         if self.early.backward_ended():
             for updater in [one for one in self.optimizers if one.update == "auto"]:
                 updater.note_options()

@@ -31,7 +31,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.planning.outline import Outline
 from infinity.sizes import parse_size
 
-_ENGINES = ("io_uring", "threads", "buffered")
+_ENGINES = ("io_uring", "threads", "buffered", "gds")
 _DEFAULT = TrainSettings()
 _GENERATE = "answer prompts with a model of transformers that need not fit in memory"
 _EXPORT = "write a checkpoint as Hugging Face's files, for from_pretrained"
@@ -310,6 +310,16 @@ def _add_model(add: Callable[..., object], add_advanced: Callable[..., object]) 
     add("--dtype", choices=("bf16", "fp16", "fp32"), default=_DEFAULT.dtype, help=computes)
     state = "how moments are stored: exactly, or in fewer bytes (fp32)"
     add("--state-dtype", choices=("fp32", "bf16", "int8", "int4"), default=_DEFAULT.state_dtype, help=state)
+    masters = "how masters are stored: exactly, or, of bf16, in 24 bits, rounded stochastically (fp32)"
+    add_advanced("--master-dtype", choices=("fp32", "fp24"), default=_DEFAULT.master_dtype, help=masters)
+    frozen = "with --lora: keep the weights beneath the adapters in 8 or 4 bits (as the model has them)"
+    add_advanced("--frozen-dtype", choices=("int8", "nf4"), help=frozen)
+    on_device = "hard budget on a GPU, beside activations (default: half of what is free there)"
+    add_advanced("--device-memory", type=_size, metavar="SIZE", help=on_device)
+    tiles = 'build layers with larger weights in tiles of that size; or "auto" (layers stay whole)'
+    add_advanced("--tile-above", metavar="SIZE", help=tiles)
+    units = "what is fetched together: a module's own weights, a small block's, or what is faster (module)"
+    add_advanced("--units", choices=("module", "block", "auto"), default=_DEFAULT.units, help=units)
 
 
 def _add_recipe(add: Callable[..., object], add_advanced: Callable[..., object]) -> None:
@@ -336,6 +346,8 @@ def _add_recipe(add: Callable[..., object], add_advanced: Callable[..., object])
     add("--max-norm", type=_norm, metavar="X", help="clip the gradients' norm (none)")
     update = "when updates are applied (auto: in the backward, unless gradients are clipped or accumulated)"
     add_advanced("--update", choices=("auto", "forward", "backward"), default="auto", help=update)
+    ahead = "make updates in the backward, too, where norms rarely exceed --max-norm (takes twice the space)"
+    add_advanced("--speculate", action="store_true", help=ahead)
 
 
 def _add_run(add: Callable[..., object], add_advanced: Callable[..., object]) -> None:
@@ -388,6 +400,9 @@ def _check(settings: TrainSettings) -> None:
         and settings.max_norm is not None,
         "--update backward excludes --accumulate without --checkpointing: a second backward would come after "
         "the update.": backward and settings.accumulate > 1 and not settings.checkpointing,
+        "--speculate excludes --update backward, which makes all updates there.": backward
+        and settings.speculate,
+        "--speculate excludes --plain.": settings.speculate and settings.plain,
         "--dtype fp16 excludes --update backward, which would apply overflowed gradients.": fp16 and backward,
         "--dtype fp16 excludes --plain: torch's GradScaler refuses gradients of fp16.": fp16
         and settings.plain,
@@ -440,6 +455,8 @@ def _check_data(settings: TrainSettings) -> None:
             settings.model is not None and settings.text is not None
         ),
         "--eval-every needs --eval-data FILE...": bool(settings.eval_every) and not settings.eval_data,
+        "--frozen-dtype needs --lora: without it all weights are trained.": not settings.lora
+        and settings.frozen_dtype is not None,
         "--lora-alpha and --lora-targets need --lora.": not settings.lora
         and not (settings.lora_alpha is None and settings.lora_targets is None),
         "--plain excludes --lora and --save: it serves for comparison.": settings.plain

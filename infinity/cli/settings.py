@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+PASSED_ON = ("state_dtype", "master_dtype", "frozen_dtype", "device_memory", "tile_above", "units")
+"""Settings that Config has by the same names, with the same defaults; it is given those that are others."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
@@ -35,11 +38,21 @@ class TrainSettings:
     """No NVMe tier at all."""
     host_memory: str | None = None
     device: str = "cpu"
+    device_memory: str | None = None
+    """Of what is kept on an accelerator; see Config."""
     aio: str | None = None
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """The compute type; with fp16 the loss is scaled."""
     state_dtype: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
     """The type in which moments are stored."""
+    master_dtype: Literal["fp32", "fp24"] = "fp32"
+    """The type of the masters; see Config."""
+    frozen_dtype: Literal["int8", "nf4"] | None = None
+    """The type in which the weights beneath adapters are kept; see Config."""
+    tile_above: str | None = None
+    """Of larger layers' weights, which are built in tiles; see Config."""
+    units: Literal["auto", "module", "block"] = "module"
+    """What is fetched together; see Config."""
     durable: int = 0
     """Steps from one commit to the next; 0 for none."""
     resume: bool = False
@@ -62,6 +75,8 @@ class TrainSettings:
     """Steps in which the learning rate rises."""
     max_norm: float | None = None
     update: Literal["auto", "forward", "backward"] = "auto"
+    speculate: bool = False
+    """Whether updates are made in the backward that the norm may still forbid; see AdamW."""
     seed: int = 0
     out: str | None = None
     log_every: int = 1
@@ -81,6 +96,6 @@ class TrainSettings:
     def updates_in(self) -> Literal["forward", "backward"]:
         """The phase of updates; "auto" is the backward unless gradients have to be kept."""
         if self.update == "auto":
-            kept = self.max_norm is not None or self.accumulate > 1 or self.dtype == "fp16"
+            kept = self.speculate or self.max_norm is not None or self.accumulate > 1 or self.dtype == "fp16"
             return "forward" if kept else "backward"
         return self.update

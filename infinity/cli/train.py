@@ -32,7 +32,7 @@ from infinity.cli.presets import recompute_blocks
 from infinity.cli.recording import Recording
 from infinity.cli.report import RECENT, Meter, Progress, Run, StepLog, StepReport, plot_run, state_nbytes
 from infinity.cli.run_folder import LOG, PICTURE, check_room, errors_named, folder_beside, run_folder
-from infinity.cli.settings import TrainSettings
+from infinity.cli.settings import PASSED_ON, TrainSettings
 from infinity.cli.task import Task, task_of
 from infinity.config.settings import Config
 from infinity.engine.engine import Engine, engine_of_model
@@ -134,7 +134,7 @@ def _train(
 
     with _told_before_a_step(console, check):
         model, optimizer = build(settings, task, folder)
-        schema = RecordSchema(settings.state_dtype, settings.dtype)
+        schema = RecordSchema(settings.state_dtype, settings.dtype, master_dtype=settings.master_dtype)
         run = _run_of(model, task, schema, meter)
         log, begun = StepLog(folder / LOG, settings.log_every), None
     try:
@@ -241,7 +241,12 @@ def build(settings: TrainSettings, task: Task, folder: Path) -> tuple[nn.Module,
         rates["max_norm"] = None  # the Trainer clips, behind the scaler
     model: Any
     optimizer: Any
-    stored: dict[str, Any] = {} if settings.state_dtype == "fp32" else {"state_dtype": settings.state_dtype}
+    default = TrainSettings()
+    others: dict[str, Any] = {
+        name: getattr(settings, name)
+        for name in PASSED_ON
+        if getattr(settings, name) != getattr(default, name)
+    }
     config = Config(
         nvme=_folders(settings, folder) or None,
         host_memory=settings.host_memory,
@@ -251,19 +256,21 @@ def build(settings: TrainSettings, task: Task, folder: Path) -> tuple[nn.Module,
         offload_activations=settings.offload_activations,
         activation_memory=settings.activation_memory,
         durable=f"every {settings.durable} steps" if settings.durable else False,
-        **stored,
+        **others,
     )
     _check_device(settings.device)
     if settings.plain:
         whole = task.build().to(settings.device)
         model = reference.prepare(whole, WEIGHTS[settings.dtype].dtype)
+        stored = {name: others[name] for name in ("state_dtype", "master_dtype") if name in others}
         optimizer = reference.ReferenceAdamW(model.parameters(), **rates, **stored)
     else:
         with Init(config):
             model = task.build()
         model.to(settings.device)  # its buffers
         trained = [one for one in model.parameters() if one.requires_grad]
-        optimizer = AdamW(trained, update=settings.updates_in, **rates)
+        ahead: dict[str, Any] = {"speculate": "auto"} if settings.speculate else {}
+        optimizer = AdamW(trained, update=settings.updates_in, **rates, **ahead)
     model.train()
     if settings.checkpointing and settings.activation_memory is None:
         recompute_blocks(model)

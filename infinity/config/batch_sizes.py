@@ -11,6 +11,7 @@ from infinity.config.sequence_ranks import check_data, check_sequences
 from infinity.errors import ConfigError
 
 BY_BLOCK = "infinity.accumulate_by_block"
+SPECULATE = "infinity.speculate"
 SEQUENCE = "sequence_parallel_size"
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -45,16 +46,24 @@ def take_by_block(found: MutableMapping[str, Any], more: MutableMapping[str, Any
 
     Raises: ConfigError for a value that is none, and where the file does not count micro-batches.
     """
-    by_block = found.pop(BY_BLOCK, False)
-    by_block = more.pop(BY_BLOCK.partition(".")[2], by_block)
-    if not isinstance(by_block, bool):
-        raise ConfigError(f"{BY_BLOCK}={by_block!r}: expected true or false")
+    by_block = take_switch(BY_BLOCK, found, more)
     if by_block and found.get("managed_gradient_accumulation") is False:
         raise ConfigError(
             f"{BY_BLOCK} with managed_gradient_accumulation=false: which micro-batch is an update's last is "
             "not known in its forward then. Leave one of the two out"
         )
     return by_block
+
+
+def take_switch(name: str, found: MutableMapping[str, Any], more: MutableMapping[str, Any]) -> bool:
+    """Take a key of the section "infinity", which is no field of Config, out of what a file and `more` say.
+
+    Raises: ConfigError for a value that is none.
+    """
+    value = more.pop(name.partition(".")[2], found.pop(name, False))
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r}: expected true or false")
+    return value
 
 
 def batches_of(found: MutableMapping[str, Any], ranks: int) -> Batches:

@@ -17,12 +17,14 @@ from infinity.config import curriculum, data_routing, deepspeed_frozen
 from infinity.config.batch_sizes import (
     MICRO,
     SEQUENCE,
+    SPECULATE,
     STEPS,
     TRAIN,
     Batches,
     batches_of,
     sequences_at_once,
     take_by_block,
+    take_switch,
 )
 from infinity.config.buckets import bounding, bounds
 from infinity.config.data_routing import ROUTING, TokenRouting
@@ -126,6 +128,8 @@ class DeepSpeedSettings(Generic[C]):
     """False: every step() is an update."""
     by_block: bool
     """Whether the micro-batches of an update share one fetch of the weights."""
+    speculate: bool
+    """Whether updates are made ahead where norms rarely exceed gradient_clipping."""
     gathers_on_save: bool
     """Whether save_16bit_model writes."""
     curriculum: LengthSchedule | None
@@ -174,6 +178,7 @@ def translate(
     for name, value in more.items():
         lines[f"infinity.{name}"] = _line(f"infinity.{name}", value)
     by_block = take_by_block(found, more)
+    speculate = take_switch(SPECULATE, found, more)
     relation = batches_of(found, sequences_at_once(found, more, divide_layers(found, world_size)))
     lines.update({name: _line(name, found[name]) for name in (TRAIN, MICRO, STEPS) if name in found})
     _settle(found, lines, world_size)
@@ -193,6 +198,7 @@ def translate(
         scaling=_scaling(given) if precision == "fp16" else None,
         managed_accumulation=given.get("managed_gradient_accumulation", True),
         by_block=by_block,
+        speculate=speculate,
         gathers_on_save=any(given.get(key, False) for key in _GATHERS),
         curriculum=curriculum.length_schedule(given),
         random_ltd=data_routing.token_routing(given),

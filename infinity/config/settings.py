@@ -380,7 +380,7 @@ class Config:
 
         Raises: ConfigError naming every key that is unknown, unsupported, or "auto" without a value.
         """
-        from infinity.config.batch_sizes import BY_BLOCK
+        from infinity.config.batch_sizes import BY_BLOCK, SPECULATE
         from infinity.config.deepspeed_json import translate
 
         said = translate(source, cls, strict=strict, infinity=infinity, **values)
@@ -388,6 +388,11 @@ class Config:
             raise ConfigError(
                 f"{BY_BLOCK} is for infinity.deepspeed.initialize, whose engine counts micro-batches. Leave "
                 "it out, and give the Trainer infinity.huggingface.TrainerCallback(by_block=True)"
+            )
+        if said.speculate:
+            raise ConfigError(
+                f"{SPECULATE} is for infinity.deepspeed.initialize, which makes the optimizer. Leave it "
+                'out, and make infinity.AdamW(..., speculate="auto")'
             )
         if said.tensor_parallel > 1:
             raise ConfigError(

@@ -3,7 +3,8 @@
 [Note: when updates happen]
 In the backward, if no step needs the norm of all gradients: gradient_clipping 0, bf16.check_grad_overflow
 false (or fp32), and one backward per step, or one for all its micro-batches (accumulate_by_block). Otherwise
-with the next forward. A script sees no difference.
+with the next forward; with "infinity": {"speculate": true} ahead of what step() decides, in the backward. A
+script sees no difference.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -203,11 +204,11 @@ def _optimizer(
             return None, None
         if settings.optimizer.kind == Muon.__name__:
             groups = split_groups(model, chosen, *halves_of_muon(settings.optimizer.options))
-            return Muon(groups, update=_update(settings)), None
+            return Muon(groups, **_when(settings)), None
         if settings.optimizer.kind == OneBitAdam.__name__:
             return _one_bit(chosen, settings), None
         kind = getattr(optimizers, settings.optimizer.kind)
-        return kind(chosen, **settings.optimizer.options, update=_update(settings)), None
+        return kind(chosen, **settings.optimizer.options, **_when(settings)), None
     if not isinstance(optimizer, Optimizer):
         expect_optimizers_of_torch(engine_of_model(model))
         optimizer = optimizer(chosen)
@@ -218,7 +219,7 @@ def _optimizer(
                 f"gradient_clipping={settings.gradient_clipping} (1.0 by default); use one of the two"
             )
         return optimizer, None
-    return _in_place_of(optimizer)(_groups(optimizer), update=_update(settings)), optimizer
+    return _in_place_of(optimizer)(_groups(optimizer), **_when(settings)), optimizer
 
 
 def _one_bit(parameters: list[Any], settings: Settings) -> OneBitAdam:
@@ -243,11 +244,13 @@ def _one_bit(parameters: list[Any], settings: Settings) -> OneBitAdam:
     return OneBitAdam(parameters, **options)
 
 
-def _update(settings: Settings) -> Literal["forward", "backward"]:
-    """See [Note: when updates happen]."""
+def _when(settings: Settings) -> dict[str, Any]:
+    """Return the optimizer's arguments that say so: see [Note: when updates happen]."""
     one = settings.by_block or (settings.batches.steps == 1 and settings.managed_accumulation)
     early = one and not settings.gradient_clipping and not settings.check_overflow
-    return "backward" if early else "forward"
+    if early and not settings.speculate:
+        return {"update": "backward"}
+    return {"update": "forward", **({"speculate": "auto"} if settings.speculate else {})}
 
 
 def _in_place_of(optimizer: Optimizer) -> Any:

@@ -199,7 +199,8 @@ class Engine:
     def _open_arrivals(self) -> Arrivals:
         seen = self.units, self.residency, self.traffic, self.outgoing_share, self.ranks
         early = EarlyUpdates(*seen, on_host=self.device.is_host)
-        parts = self.gradients, self.outgoing_share, self.lane, self.durable, self.speculation, early
+        ahead = EarlyUpdates(*seen, on_host=self.device.is_host, foreseen=self.speculation.may)
+        parts = self.gradients, self.outgoing_share, self.lane, self.durable, self.speculation, early, ahead
         return Arrivals(self.units, self.parameters.unit_of, self.hooks, *parts)
 
     def _open_speculation(self) -> Speculation:

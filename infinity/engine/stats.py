@@ -356,14 +356,16 @@ def predicted_step_s(engine: Engine, load: Load, done: Stats, speed: Speed) -> f
     rates = Rates(speed, update=updated / worked_s if worked_s > 0 else math.inf, shared=False)
     budget, host = engine.budget, engine.device.is_host
     ahead = done.speculated.get("confirmed", 0) > done.speculated.get("dropped", 0)
+    split = (engine.arrivals.ahead if ahead else engine.arrivals.early).split
+    at_fetch = engine.residency.updates_at_fetch and not (ahead and split is None)
     limits = EngineLimits(
         budget.tile_numel,
         budget.slots,
         engine.residency.window_nbytes,
         budget.outgoing_nbytes,
         on_host=host,
-        update="forward" if engine.residency.updates_at_fetch and not ahead else "backward",
-        early=frozenset(split.early if (split := engine.arrivals.early.split) is not None else ()),
+        update="forward" if at_fetch else "backward",
+        early=frozenset(split.early if split is not None else ()),
     )
     return predict_step(plan, seconds, [moves_of(unit) for unit in engine.units], limits, rates).seconds
 
@@ -412,7 +414,7 @@ def stats(model: nn.Module) -> Stats:
         device_nbytes=tier.held_nbytes if tier is not None else 0,
         speculated=engine.speculation.counts,
         second_nbytes=engine.speculation.nbytes,
-        updates=engine.arrivals.early.told,
+        updates=engine.arrivals.early.told or engine.arrivals.ahead.told,
         activations=engine.activations.told if engine.activations is not None else "",
         uploaded_nbytes=uploaded_nbytes,
         downloaded_nbytes=downloaded_nbytes,

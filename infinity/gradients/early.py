@@ -11,12 +11,16 @@ are read or clipped, dropped, added up over several backwards, or the options of
 step()),
 no update is made in the backward any more. Steps show that before the first is; one that shows it for the
 first time later stops with an error, as its gradients are gone.
+
+The same is decided for an optimizer with speculate="auto": which units have their updates made ahead, where
+any have. Those keep their gradients, and nothing has to be known of what follows.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import nn
@@ -68,12 +72,15 @@ class EarlyUpdates:
         ranks: Ranks,
         *,
         on_host: bool,
+        foreseen: Callable[[Unit], bool] | None = None,
     ) -> None:
-        """Make none in the backward so far. units: a list that the engine fills."""
+        """Make none in the backward so far. units: a list that the engine fills. foreseen: for updates that
+        are made ahead, says of which units they can be; None for those that a backward decides.
+        """
         self.split: UpdateSplit | None = None
         """What was decided last; None before, and where all come with the next forward."""
         self._never = "" if on_host else "an accelerator computes, whose work is not timed"
-        self._wanted = False
+        self._wanted, self._foreseen = False, foreseen
         self._units, self._residency, self._traffic = units, residency, traffic
         self._outgoing_share, self._ranks = outgoing_share, ranks
         self._chosen: frozenset[Unit] = frozenset()
@@ -84,13 +91,17 @@ class EarlyUpdates:
         """The parameters, by id(), to which gradients have come in the step, while none is made early."""
 
     def want(self) -> None:
-        """Look at steps from now on: an optimizer has update="auto". What was decided for another is void."""
+        """Look at steps from now on: an optimizer asks for it. What was decided for another is void."""
         self._wanted, self._steps = True, 0
         self.split, self._chosen = None, frozenset()
 
     def has(self, unit: Unit) -> bool:
         """Whether the backward makes a unit's update."""
         return unit in self._chosen
+
+    def leaves(self, unit: Unit) -> bool:
+        """Whether it was decided that the next forward makes a unit's update."""
+        return self.split is not None and unit not in self._chosen
 
     @property
     def told(self) -> str:
@@ -99,6 +110,8 @@ class EarlyUpdates:
             return ""
         if self.split is not None:
             return str(self.split)
+        if self._foreseen is not None:
+            return ""
         return f"all in the next forward: {self._never or 'no step was timed yet'}"
 
     # What a step shows
@@ -112,7 +125,7 @@ class EarlyUpdates:
         """A gradient of `parameter` has come; the first one of a step tells that its backward has begun."""
         if len(self._marks) == 1:
             self._marks.append(self._now())
-        if self._wanted and not self._never and not self._chosen:
+        if self._wanted and self._foreseen is None and not self._never and not self._chosen:
             self._came[id(parameter)] = parameter
 
     @property
@@ -177,16 +190,26 @@ class EarlyUpdates:
         return split_updates(
             (computes[0], computes[1]),
             plan,
-            [UNMOVED if unit in self._residency.routed else moves_of(unit) for unit in self._units],
+            [self._moves_of(unit) for unit in self._units],
             [unit.index for unit in self._units if self._may(unit)],
             Rates(Disk(rate, rate, rate), shared=False),
+            ahead=self._foreseen is not None,
         )
+
+    def _moves_of(self, unit: Unit) -> Moves:
+        """Return what a unit moves, as if `hi` that comes back to its place in host memory were there."""
+        if unit in self._residency.routed:
+            return UNMOVED
+        moves = moves_of(unit)
+        return replace(moves, hi_nbytes=0) if "hi" in unit.record.targets else moves
 
     def _may(self, unit: Unit) -> bool:
         """Whether the backward could make a unit's update: not that of a slice, which may not be used in each
         step, nor one that an overflow may forbid.
         """
         record = unit.record
+        if self._foreseen is not None:
+            return unit.trainable and unit not in self._residency.routed and self._foreseen(unit)
         return (
             unit.trainable
             and unit not in self._residency.routed

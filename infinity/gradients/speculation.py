@@ -187,6 +187,10 @@ class Speculation:
                 "Leave speculate out."
             )
 
+    def may(self, unit: Unit) -> bool:
+        """Whether a unit's record lies where its updates can be made ahead."""
+        return not self.never and not self._lies_elsewhere(unit.record)
+
     def reserve(self, units: list[Unit]) -> None:
         """Allocate what the updates of these units are written to.
 
@@ -274,6 +278,10 @@ class Speculation:
     def rest(self) -> None:
         """Count a unit whose updates are not made ahead now: see [Note: when speculation pays]."""
         self.refused["the last steps were not as expected"] += 1
+
+    def leave(self) -> None:
+        """Count a unit whose updates are left to the next forward: see [Note: updates by turns]."""
+        self.refused["the next forward has time for them"] += 1
 
     def must_have_begun(self, unit: Unit) -> None:
         """The last user of a unit should be gone. If others are left, the pass that waits for them is

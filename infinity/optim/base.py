@@ -34,6 +34,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Literal, get_args
 
@@ -44,6 +45,7 @@ from torch.optim import Optimizer
 
 from infinity import kernels
 from infinity.autograd.arrivals import Arrivals
+from infinity.autograd.slice_watch import SliceWatch
 from infinity.config.loss_scale import warn_unscaled
 from infinity.engine.engine import Engine
 from infinity.errors import UnsupportedError
@@ -269,6 +271,8 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
         for engine in self._engines.values():
             if self.update == "auto":
                 engine.arrivals.early.close_step()
+            if self.speculation.decides:
+                engine.arrivals.ahead.close_step()
             engine.close_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
@@ -284,15 +288,44 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
 
     def _having_gradients(self) -> list[tuple[dict[str, Any], nn.Parameter]]:
         """Return the parameters that have a gradient, with their groups: of many slices they are few."""
-        slices = [engine.arrivals.slices for engine in self._engines.values()]
-        return self._with_gradients.of(self.param_groups, slices)
+        self.regroup()
+        return self._with_gradients.of(self.param_groups, self._slices)
+
+    @property
+    def _slices(self) -> list[SliceWatch]:
+        return [engine.arrivals.slices for engine in self._engines.values()]
+
+    def regroup(self) -> None:
+        """Know in which group each parameter is now: members of groups may have changed places.
+
+        Raises: UnsupportedError for one that is in a group of another update rule.
+        """
+        sorts = self._with_gradients.sorts
+        self._with_gradients.sort(self.param_groups, self._slices)
+        if self._with_gradients.sorts == sorts:
+            return
+        rules = list(map(self.recipe_in, self.param_groups))
+        for number, group in enumerate(self.param_groups):
+            for one in group["params"]:
+                place = self.mine.get(id(one))
+                if place is None or place.group == number:
+                    continue
+                if place.group < len(rules) and rules[number] is not rules[place.group]:
+                    self._with_gradients = WithGradients()  # so that the next call finds it again
+                    raise UnsupportedError(
+                        f"{place.engine.parameters.name_of(one)}: it was moved from param group "
+                        f"{place.group} to {number}, whose update rule, {rules[number].name}, keeps another "
+                        "state. Make a new optimizer instead."
+                    )
+                self.mine[id(one)] = replace(place, group=number)
 
     def _begin_to_miss(self, found: set[int]) -> list[Slice]:
         """Return the slices that have gradients of zeros because others of their stacks have some, but for
         those that had one in the last such step, too. found: the id() of each parameter with a gradient.
         """
         engines = list(self._engines.values())
-        known = id(self._counts), len(self.mine), *((id(one), len(one.arrivals.stacks)) for one in engines)
+        stacks = ((id(one), len(one.arrivals.stacks)) for one in engines)
+        known = id(self._counts), self._with_gradients.sorts, *stacks
         self._missed.know(known, lambda: map(self._slices_of, _stacks(engines)), self._counts)
         return self._missed.look(found, tuple(one.arrivals.slices.freezes for one in engines))
 
@@ -474,6 +507,7 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
     def decide_now(self, gradient: Gradient) -> Update:
         """Decide the update of a gradient's parameter, which is applied in the backward."""
         parameter = gradient.unit.parameters[gradient.index]
+        self.regroup()
         place = self.mine[id(parameter)]
         self.make_room(place.engine, parameter)
         self._applied.add(id(parameter))

@@ -8,10 +8,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from infinity.autograd.slice_watch import SliceWatch
 
 _grad: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
+
+
+class _NoneEqual(TorchFunctionMode):
+    """In which no tensor equals another, whatever their values, which nobody looks at."""
+
+    def __torch_function__(self, *_args: Any, **_named: Any) -> bool:
+        return False
 
 
 class WithGradients:
@@ -21,8 +29,10 @@ class WithGradients:
 
     def __init__(self) -> None:
         """Know no groups."""
-        self._lists: list[tuple[list[nn.Parameter], int]] = []
-        """The list of each group, and how long it was."""
+        self.sorts = 0
+        """How often parameters were sorted, since groups or slices were others than before."""
+        self._lists: list[tuple[list[nn.Parameter], list[nn.Parameter]]] = []
+        """The list of each group, and what was in it."""
         self._watched: list[tuple[SliceWatch, int]] = []
         self._others: list[tuple[list[int], list[nn.Parameter]]] = []
         """Of each group what is no slice, after its place in the order of all parameters."""
@@ -33,7 +43,7 @@ class WithGradients:
         self, groups: Sequence[dict[str, Any]], watches: Sequence[SliceWatch]
     ) -> list[tuple[dict[str, Any], nn.Parameter]]:
         """Return the parameters that have a gradient, with their groups, in order. watches: of all slices."""
-        self._sort(groups, watches)
+        self.sort(groups, watches)
         having = []
         with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
             for number, (places, others) in enumerate(self._others):
@@ -47,14 +57,10 @@ class WithGradients:
         having.sort(key=itemgetter(0))
         return [(groups[number], one) for _, number, one in having]
 
-    def _sort(self, groups: Sequence[dict[str, Any]], watches: Sequence[SliceWatch]) -> None:
-        """Tell slices from the others, where either have changed."""
+    def sort(self, groups: Sequence[dict[str, Any]], watches: Sequence[SliceWatch]) -> None:
+        """Tell slices from the others, and know where each is, where anything of that has changed."""
         lists = [group["params"] for group in groups]
-        same = len(lists) == len(self._lists) and all(
-            one is before and len(one) == count
-            for one, (before, count) in zip(lists, self._lists, strict=True)
-        )
-        if same and self._watched == [(one, len(one)) for one in watches]:
+        if self._watched == [(one, len(one)) for one in watches] and self._are(lists):
             return
         self._others, self._slices, place = [], {}, 0
         for number, one_list in enumerate(lists):
@@ -68,5 +74,18 @@ class WithGradients:
                     others.append(one)
                 place += 1
             self._others.append((places, others))
-        self._lists = [(one, len(one)) for one in lists]
+        self._lists = [(one, list(one)) for one in lists]
         self._watched = [(one, len(one)) for one in watches]
+        self.sorts += 1
+
+    def _are(self, lists: Sequence[list[nn.Parameter]]) -> bool:
+        """Whether these are the lists that were sorted, with the same members in the same order. Equal lists
+        are found so without a look at any member, of which there may be many.
+        """
+        if len(lists) != len(self._lists):
+            return False
+        with _NoneEqual():
+            return all(
+                one is known and one == before
+                for one, (known, before) in zip(lists, self._lists, strict=True)
+            )

@@ -87,6 +87,11 @@ class Moves:
     lodged: bool = False
     """Whether it lives on the accelerator."""
 
+    @property
+    def computing_nbytes(self) -> int:
+        """Of `hi`, wherever it lies."""
+        return self.width * self.numel
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:

@@ -49,6 +49,11 @@ class SpeculationHistory:
         return self._forced is not False and not self.speculates
 
     @property
+    def decides(self) -> bool:
+        """Whether what happened decides, and not its maker."""
+        return self._forced is None
+
+    @property
     def is_forced(self) -> bool:
         """Whether it is to speculate in any case."""
         return self._forced is True

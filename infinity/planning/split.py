@@ -10,6 +10,11 @@ then neither has less to spare than the other.
 
 Which units these are matters little, as long as each half has updates all along: they are the first of an
 order of which every beginning is spread evenly (`spread`).
+
+Of updates that are made ahead of their decision (`ahead`) the same is decided, but they cost more: `hi` is
+written to NVMe, and read from there in the forward, also where it is placed in host memory, which keeps the
+old values until then; and a gradient that finds no room is written in any case. An update that is not made
+ahead moves less by that. So those come last in the order whose `hi` is placed.
 """
 
 from __future__ import annotations
@@ -84,19 +89,32 @@ def split_updates(
     units: Sequence[Moves],
     candidates: Collection[int],
     rates: Rates,
+    *,
+    ahead: bool = False,
 ) -> UpdateSplit:
     """Divide updates between the halves of a step: see [Note: both halves equally busy].
 
     computes: seconds that forward and backward compute, without updates. candidates: units, by index, whose
-    updates either half can make; the forward makes those of the others.
+    updates either half can make; the forward makes those of the others. ahead: whether those of the backward
+    are made before they are decided.
     """
     several = sorted(_updated(plan, units).intersection(candidates))
-    order = [several[at] for at in spread(len(several))]
+    groups = [several]
+    if ahead:
+        groups = [
+            [one for one in several if bool(units[one].hi_nbytes) is on_nvme] for on_nvme in (True, False)
+        ]
+    order = [group[at] for group in groups for at in spread(len(group))]
     found = [UpdateSplit((), len(order), *_all_in_forward(computes, plan, units, rates))]
     for count, unit in enumerate(order, 1):
         work_s, disk_s, spills_s = _costs(units[unit], rates)
-        forward = found[-1].forward.with_more(-work_s, -disk_s - spills_s[0])
-        backward = found[-1].backward.with_more(work_s, disk_s - spills_s[1])
+        if ahead:
+            again_s = (units[unit].computing_nbytes - units[unit].hi_nbytes) / rates.disk.mixed
+            forward = found[-1].forward.with_more(-work_s, again_s - disk_s - spills_s[0])
+            backward = found[-1].backward.with_more(work_s, again_s + disk_s)
+        else:
+            forward = found[-1].forward.with_more(-work_s, -disk_s - spills_s[0])
+            backward = found[-1].backward.with_more(work_s, disk_s - spills_s[1])
         found.append(UpdateSplit(tuple(order[:count]), len(order), forward, backward))
     least_s = min(one.seconds for one in found)
     fast = [one for one in found if one.seconds <= EQUAL * least_s]

@@ -103,6 +103,8 @@ def test_wrong_arguments_are_refused_by_name(capsys, arguments, named):
         (["--activation-memory", "1GiB", "--plain"], "--plain"),
         (["--no-nvme", "--nvme", "/"], "--nvme"),
         (["--dtype", "fp16", "--update", "backward"], "--update backward"),
+        (["--speculate", "--update", "backward"], "--update backward"),
+        (["--speculate", "--plain"], "--plain"),
         (["--dtype", "fp16", "--plain"], "--plain"),
         (["--plain", "--timeline", "t.json"], "--timeline"),
         (["--plain", "--report", "r.html"], "--report"),

@@ -105,6 +105,11 @@ def test_three_steps_leave_three_lines_a_picture_and_a_table(folder, capsys, mon
         ),
         pytest.param({"offload_activations": "nvme"}, id="activations on NVMe"),
         pytest.param({"activation_memory": "64MiB"}, id="activations by budget"),
+        pytest.param({"master_dtype": "fp24"}, id="masters in 24 bits", marks=pytest.mark.slow),
+        pytest.param({"max_norm": 0.5, "speculate": True}, id="made ahead", marks=pytest.mark.slow),
+        pytest.param(
+            {"units": "block", "tile_above": "64KiB"}, id="blocks and tiles", marks=pytest.mark.slow
+        ),
         pytest.param({"dtype": "fp32"}, id="in fp32", marks=pytest.mark.slow),
         pytest.param({"dtype": "fp32", "max_norm": 0.5, "accumulate": 2}, id="in fp32, clipped"),
     ],
@@ -284,6 +289,7 @@ def test_the_rate_rises_to_one_and_falls_to_a_tenth():
         ({"max_norm": 1.0}, "forward"),
         ({"accumulate": 2}, "forward"),
         ({"update": "forward"}, "forward"),
+        ({"speculate": True}, "forward"),
     ],
 )
 def test_updates_come_in_the_backward_where_nothing_has_to_wait(settings, update):

@@ -172,6 +172,18 @@ def test_lora_learns_beside_fp8_weights_which_cannot_be_trained_themselves(folde
     assert {one.name: one.read_bytes() for one in path.glob("*.safetensors")} == kept
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "nf4"])
+def test_adapters_learn_beside_weights_that_are_quantised_for_them(folder, base, lines, dtype):
+    pytest.importorskip("peft")
+    asked = ["--model", base, "--data", lines, "--lora", "4", "--lr", "3e-2"]
+    exact = losses(train(folder / "exact", *asked))
+    coded = losses(train(folder / "coded", *asked, "--frozen-dtype", dtype))
+    assert coded[-1] < coded[0]
+    assert coded != exact
+    assert coded == pytest.approx(exact, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("template", "row", "learned"),
     [
@@ -343,6 +355,7 @@ def test_wrong_data_is_refused_by_its_name(tmp_path, base, capsys, monkeypatch, 
         (["--model", "x", "--data", "x", "--text", "x"], "--model excludes --text"),
         (["--model", "x", "--data", "x", "--eval-every", "2"], "--eval-every needs --eval-data"),
         (["--model", "x", "--data", "x", "--lora-alpha", "2"], "need --lora"),
+        (["--model", "x", "--data", "x", "--frozen-dtype", "nf4"], "--frozen-dtype needs --lora"),
         (["--model", "x", "--data", "x", "--lora", "--plain"], "--plain excludes --lora"),
         (["--save", "/"], "--save / exists"),
     ],

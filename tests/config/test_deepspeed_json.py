@@ -221,6 +221,7 @@ def test_the_batch_size_that_is_left_out_follows_from_the_others(given, expected
         ({"infinity": {"host_memroy": "1GiB"}}, "infinity.host_memroy: .*did you mean 'host_memory'"),
         ({"infinity": {"host_memory": 0}}, "host_memory=0"),
         ({"infinity": {"accumulate_by_block": 1}}, "accumulate_by_block=1: expected true or false"),
+        ({"infinity": {"speculate": "auto"}}, "speculate='auto': expected true or false"),
         (
             {"infinity": {"accumulate_by_block": True}, "managed_gradient_accumulation": False},
             "accumulate_by_block with managed_gradient_accumulation=false",

@@ -58,7 +58,7 @@ class Both:
 @pytest.fixture
 def half(monkeypatch):
     """Decide for two of four layers, whatever was timed."""
-    monkeypatch.setattr(early, "split_updates", lambda *_: HALF)
+    monkeypatch.setattr(early, "split_updates", lambda *_, **__: HALF)
 
 
 @pytest.mark.usefixtures("half")

@@ -15,8 +15,10 @@ import models
 from deep import LAYERS, WIDTH, Deep
 from infinity import SGD, AdamW, Init, UnsupportedError, stats
 from infinity.aio import StorageFullError
+from infinity.gradients import early
 from infinity.gradients.speculation import why_never
 from infinity.lane.lane import StreamLane
+from infinity.planning.split import HalfStep, UpdateSplit
 from infinity.reference import ReferenceAdamW, clip_grad_norm_, prepare
 from parity import build_both, differences, engine_in
 
@@ -66,6 +68,12 @@ class Both:
             state, expected = self.optimizer.state[ours], self.reference.state[theirs]
             assert torch.equal(state["exp_avg"], expected["exp_avg"])
             assert torch.equal(state["exp_avg_sq"], expected["exp_avg_sq"])
+
+
+@pytest.fixture
+def undecided(monkeypatch):
+    """Have no step timed: all updates are made ahead that can be."""
+    monkeypatch.setattr(early, "_FIRST", 1 << 30)
 
 
 SOMETIMES = [1.0, 1.0, 1.0, 100.0, 1.0]
@@ -407,7 +415,34 @@ def test_tied_weights_and_checkpoints_keep_their_bits(folder, checkpoint):
     assert engine_in(model).speculation.dropped or engine_in(model).speculation.confirmed
 
 
+def test_without_being_told_updates_are_made_ahead_of_so_many_units_that_both_halves_are_as_busy(
+    folder, monkeypatch
+):
+    half = UpdateSplit((2, 0), LAYERS, HalfStep(1.0, 0.5), HalfStep(2.0, 1.0))
+    monkeypatch.setattr(early, "split_updates", lambda *_, ahead: half if ahead else pytest.fail("not asked"))
+    both = Both(folder, speculate="auto", max_norm=NEVER)
+    for number in range(6):
+        both.step(number)
+    both.check()
+    assert both.counts == (4 * 2, 0)
+    assert both.speculation.refused["the next forward has time for them"] == 4 * 2
+    assert stats(both.model).updates == str(half)
+
+
+def test_what_was_timed_decides_which_updates_are_made_ahead_and_bits_stay(folder):
+    both = Both(folder, speculate="auto", memory=HI_PINNED, max_norm=0.1)
+    assert stats(both.model).updates == ""
+    for number, factor in enumerate([1.0] * 6 + [100.0, 1.0]):
+        both.step(number, factor)
+    both.check()
+    split = engine_in(both.model).arrivals.ahead.split
+    assert split.candidates == UNITS
+    assert split.forward.compute_s > 0
+    assert split.forward.disk_s + split.backward.disk_s > 0
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("undecided")
 def test_without_being_told_it_begins_where_norms_have_stayed_within_their_bound(folder):
     both = Both(folder, speculate="auto", max_norm=0.1)
     for number in range(4):
@@ -423,6 +458,7 @@ def test_without_being_told_it_begins_where_norms_have_stayed_within_their_bound
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undecided")
 def test_a_full_disk_ends_it_with_a_word_in_the_log_or_an_error_where_it_was_asked_for(
     folder, monkeypatch, caplog
 ):
@@ -444,6 +480,7 @@ def test_a_full_disk_ends_it_with_a_word_in_the_log_or_an_error_where_it_was_ask
         AdamW(both.model.parameters(), speculate=True)
 
 
+@pytest.mark.usefixtures("undecided")
 @pytest.mark.parametrize("speculate", [True, pytest.param("auto", marks=pytest.mark.slow)])
 def test_what_was_taken_before_the_disk_was_full_is_freed(folder, monkeypatch, speculate):
     both = Both(folder, speculate=False, max_norm=NEVER)

@@ -102,6 +102,27 @@ def test_groups_have_their_own_settings_and_may_come_later(folder):
     assert same(model, plain)
 
 
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_members_of_groups_that_change_places_have_the_options_of_their_new_groups(folder, update):
+    torch.manual_seed(0)
+    plain = prepare(Net())
+    torch.manual_seed(0)
+    with Init(nvme=folder, host_memory="1MiB"):
+        model = Net()
+    for net, kind, more in ((model, AdamW, {"update": update}), (plain, ReferenceAdamW, {})):
+        first = {"params": [net.first.weight, net.first.bias], "lr": 0.1}
+        second = {"params": [net.second.weight], "weight_decay": 0.0}
+        one = kind([first, second], lr=0.01, **more)
+        for number in range(5):
+            if number == 2:
+                ours, others = (group["params"] for group in one.param_groups)
+                ours[0], others[0] = others[0], ours[0]
+            net(x(number)).square().sum().backward()
+            one.step()
+            one.zero_grad()
+    assert same(model, plain)
+
+
 def test_the_gradient_that_torch_shows_is_the_stored_one(folder):
     model, _, plain, _ = pair(folder)
     for net in (model, plain):

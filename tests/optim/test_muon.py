@@ -330,6 +330,17 @@ def test_what_muon_cannot_do_is_refused_by_name(folder):
         infinity.Muon(layer.parameters())
 
 
+def test_a_matrix_that_is_moved_to_a_group_of_adamw_is_refused_by_name(folder):
+    ours = built(nvme=folder, host_memory="1MiB")
+    optimizer = infinity.Muon(groups_of(ours))
+    backward(ours, 0)
+    muon, adamw = (group["params"] for group in optimizer.param_groups[:2])
+    muon[0], adamw[0] = adamw[0], muon[0]
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=r"was moved from param group \d to \d, whose update rule"):
+            optimizer.step()
+
+
 def test_tiles_of_a_matrix_are_refused_and_go_to_adamw(folder):
     with infinity.Init(nvme=folder, host_memory="4MiB"):
         model = nn.Sequential(nn.Embedding(20, 64), nn.Linear(64, 96), nn.Linear(96, 32))

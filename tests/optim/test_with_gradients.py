@@ -60,3 +60,44 @@ def test_groups_parameters_and_slices_that_come_later_are_seen():
     assert places(finds.of(groups, [watch]), groups) == [(0, 0), (0, 1), (0, 2), (1, 0)]
     groups[0] = dict(groups[0])  # as load_state_dict makes new groups of the same lists
     assert places(finds.of(groups, [watch]), groups) == [(0, 0), (0, 1), (0, 2), (1, 0)]
+
+
+def test_members_that_change_places_or_groups_are_found_where_they_are_now():
+    first, second = parameters(3), parameters(3)
+    groups, watch, finds = [{"params": first}, {"params": second}], SliceWatch(), WithGradients()
+    watch.follow([first[0], second[0], second[1]])
+    give(watch, *first, *second)
+    assert places(finds.of(groups, [watch]), groups) == [(number, at) for number in (0, 1) for at in range(3)]
+    sorts = finds.sorts
+    finds.of(groups, [watch])
+    assert finds.sorts == sorts
+    first[0], second[0] = second[0], first[0]  # slices
+    first[2], second[2] = second[2], first[2]
+    second[0], second[1] = second[1], second[0]
+    assert places(finds.of(groups, [watch]), groups) == [(number, at) for number in (0, 1) for at in range(3)]
+    assert finds.sorts == sorts + 1
+
+
+def test_a_slice_without_a_gradient_that_changes_its_group_is_noticed_too():
+    first, second, watch, finds = parameters(2), parameters(2), SliceWatch(), WithGradients()
+    watch.follow([*first, *second])
+    groups = [{"params": first}, {"params": second}]
+    assert finds.of(groups, [watch]) == []
+    sorts = finds.sorts
+    first[1], second[1] = second[1], first[1]
+    assert finds.of(groups, [watch]) == []
+    assert finds.sorts == sorts + 1
+
+
+def test_no_parameter_is_asked_whether_members_are_still_the_same():
+    class Asked(nn.Parameter):
+        def __eq__(self, other):
+            raise AssertionError("asked")
+
+        __hash__ = nn.Parameter.__hash__
+
+    params, watch, finds = [Asked(torch.zeros(1)) for _ in range(3)], SliceWatch(), WithGradients()
+    groups = [{"params": params}]
+    for _ in range(2):
+        assert finds.of(groups, [watch]) == []
+    assert finds.sorts == 1

@@ -112,3 +112,26 @@ def test_the_forecast_walks_the_split_and_finds_it_faster_than_either_half_alone
         limits = EngineLimits(10, 100, 4, 1000, update=update, early=frozenset(early))
         seconds[name] = predict_step(plan, [70.0 / count] * 2 * count, units, limits, rates).seconds
     assert seconds["auto"] < 0.95 * min(seconds["forward"], seconds["backward"])
+
+
+def ahead(computes):
+    """Divide updates of four units that are made ahead; `hi` of the first and third lies in host memory."""
+    units = [moves(numel=HI, width=1, hi_nbytes=HI * (number % 2)) for number in range(4)]
+    return split_updates(computes, plan_of(4), units, range(4), RATES, ahead=True)
+
+
+def test_updates_made_ahead_write_hi_that_is_placed_too_and_the_forward_reads_it_again():
+    told = ahead((0.0, 1000.0))
+    assert set(told.early[:2]) == {1, 3}, "which moves no more than it does otherwise"
+    assert set(told.early) == {0, 1, 2, 3}
+    assert told.forward.disk_s == 4 * HI
+    assert told.backward.disk_s == 2 * HI + 4 * (2 * STATE + HI)
+
+
+def test_where_the_disk_is_what_steps_wait_for_units_whose_hi_is_placed_are_left_to_the_forward():
+    told = ahead((0.0, 0.0))
+    assert set(told.early) == {1, 3}
+    assert (told.forward.disk_s, told.backward.disk_s) == (
+        2 * HI + 2 * 2 * STATE,
+        2 * HI + 2 * (2 * STATE + HI),
+    )

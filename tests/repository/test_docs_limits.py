@@ -180,6 +180,33 @@ def second_backward(lab):
     optimizer.step()
 
 
+def assigned_behind(lab):
+    model = lab.model()
+    optimizer = infinity.AdamW(model.parameters(), update="backward")
+    lab.loss(model).backward()
+    model[1].bias.grad = torch.ones(256, dtype=torch.bfloat16)
+    optimizer.step()
+
+
+def zeroed_between(lab):
+    model = lab.model()
+    optimizer = infinity.AdamW(model.parameters(), update="backward")
+    lab.loss(model).backward()
+    optimizer.zero_grad(set_to_none=False)
+    lab.loss(model).backward()
+    optimizer.step()
+
+
+def moved_to_another_rule(lab):
+    model = lab.model()
+    groups = [{"params": [model[1].weight]}, {"params": [model[1].bias], "use_muon": False}]
+    optimizer = infinity.Muon(groups)
+    lab.loss(model).backward()
+    first, second = (group["params"] for group in optimizer.param_groups)
+    first[0], second[0] = second[0], first[0]
+    optimizer.step()
+
+
 def speculating(lab, update):
     lab.optimizer(update=update, speculate=True)
 
@@ -511,6 +538,11 @@ TRIED = {
     ],
     '`update="backward"` with `max_norm`': [lambda lab: lab.optimizer(update="backward", max_norm=1.0)],
     '`update="backward"` and a second backward before `step()`': [second_backward],
+    '`update="backward"`: a gradient assigned behind its update, or set to zeros in place between two '
+    "backwards": [assigned_behind, zeroed_between],
+    "a parameter moved to a param group of another update rule, as of Muon's from `use_muon` True to False": [
+        moved_to_another_rule
+    ],
     '`update="backward"` with `units="block"` and two backwards, each through a part of one block': [
         backwards_of_parts
     ],

@@ -48,7 +48,8 @@ def test_a_kill_and_a_power_cut_of_every_other_kind_of_training(folder, capsys):
         gc.freeze()
     said = capsys.readouterr().out
     assert ended == 0, said
-    for kind in ("slices", "generation", "three tiers", "ranks that share memory"):
+    kinds = "slices", "speculation", "speculation by turns", "generation", "three tiers"
+    for kind in (*kinds, "ranks that share memory"):
         assert f"kill -9: {kind}" in said
 
 
@@ -147,9 +148,10 @@ def test_nothing_grows_over_many_steps(steps):
 
 
 @pytest.mark.slow
-def test_nothing_grows_over_steps_of_experts_and_over_tokens():
+def test_nothing_grows_over_steps_of_experts_or_made_ahead_and_over_tokens():
     for (first, last), noted in (
         (soak.soak(60, str(disk()), "slices"), 60),
+        (soak.soak(60, str(disk()), "speculation by turns"), 0),
         (soak.soak_generation(600, str(disk())), 0),
     ):
         assert soak.grown({**first, "memory": 0}, {**last, "memory": 0}, noted) == []

@@ -101,6 +101,10 @@ class OnDevice(fragile.Run):
 
 KINDS = {
     "speculation": (fragile.Run, {"of_adamw": {"speculate": True, "max_norm": BOUND}, "update": "forward"}),
+    "speculation by turns": (
+        fragile.Run,
+        {"of_adamw": {"speculate": "auto", "max_norm": BOUND}, "update": "forward"},
+    ),
     "slices": (Experts, {"host_memory": "2MiB", "state_dtype": "fp32"}),
     "foreign files": (InFiles, {"host_memory": "2MiB", "state_dtype": "fp32"}),
     "three tiers": (OnDevice, {"host_memory": "4MiB", "state_dtype": "fp32"}),

@@ -1,5 +1,5 @@
-"""`python3 dev.py soak`: 2,000 steps of a durable training, 500 of a mixture of experts, 10,000 tokens of a
-generation; memory, descriptors, threads and files stay flat.
+"""`python3 dev.py soak`: 2,000 steps of a durable training, 500 with updates made ahead, 500 of a mixture of
+experts, 10,000 tokens of a generation; memory, descriptors, threads and files stay flat.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ def main(arguments):
     """Soak, and say what came of it."""
     parser = argparse.ArgumentParser(prog="dev.py soak")
     parser.add_argument("--steps", type=int, default=2000, help="of fragile's training (2000); 0 for none")
+    parser.add_argument("--ahead", type=int, default=500, help="steps with updates made ahead (500)")
     parser.add_argument("--experts", type=int, default=500, help="steps of a mixture of experts (500)")
     parser.add_argument("--tokens", type=int, default=10_000, help="that a model generates (10,000)")
     parser.add_argument("--place", default=None, help="a folder on the disk to use")
@@ -101,6 +102,7 @@ def main(arguments):
     all_bad = []
     for count, what, run in (
         (options.steps, "steps", soak),
+        (options.ahead, "steps with updates made ahead", partial(soak, kind="speculation by turns")),
         (options.experts, "steps of a mixture of experts", partial(soak, kind="slices")),
         (options.tokens, "tokens of a generation", soak_generation),
     ):
