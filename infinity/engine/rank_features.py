@@ -34,8 +34,14 @@ _SAME = (
     "stage",
     "expert_parallel",
     "sequence_parallel",
+    "dtype",
+    "state_dtype",
+    "master_dtype",
+    "frozen_dtype",
+    "experts",
+    "units",
 )
-"""Settings that all ranks give alike."""
+"""Settings that all ranks give alike: what they do together, and what their records are."""
 
 
 @dataclass(frozen=True, slots=True)

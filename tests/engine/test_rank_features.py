@@ -93,6 +93,10 @@ def test_the_smallest_bucket_of_all_ranks_is_taken():
         ([{"shared_memory": False}], {}, "rank 0: shared_memory='auto'; rank 1: shared_memory=False"),
         ([{"secondary_shard": 2}, {}], {}, "rank 1: secondary_shard=2; rank 2: secondary_shard=None"),
         ([{"stage": 1}], {}, "rank 0: stage=3; rank 1: stage=1"),
+        ([{"dtype": "fp32"}], {}, 'rank 0: dtype="bf16"; rank 1: dtype="fp32"'),
+        ([{"master_dtype": "fp24"}], {}, "rank 0: master_dtype='fp32'; rank 1: master_dtype='fp24'"),
+        ([{"state_dtype": "int8"}], {}, "rank 0: state_dtype='fp32'; rank 1: state_dtype='int8'"),
+        ([{"units": "block"}], {}, "rank 0: units='module'; rank 1: units='block'"),
         (
             [{"expert_parallel": 2, "quantized_gradients": "int8"}],
             {},

@@ -224,6 +224,40 @@ def test_whole_records_live_on_a_device_as_far_as_it_has_room_and_move_nothing(u
         assert one.lodged_nbytes < one.setting.device_nbytes
 
 
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_of_several_ranks_each_ones_parts_of_records_live_on_its_device_and_a_use_puts_units_together(update):
+    below = {"ranks": 4, "local_ranks": 4, "update": update}
+    none, some, all_ = (
+        demand(OUTLINE, Setting(4 * MIB, device_nbytes=nbytes, **below))
+        for nbytes in (1 * MIB, 3 * MIB, 64 * MIB)
+    )
+    assert none.records_nbytes < some.records_nbytes < all_.records_nbytes == all_.lodged_nbytes
+    assert all_.read_nbytes == all_.written_nbytes == all_.kept_gradients_nbytes == 0
+    assert none.read_nbytes > some.read_nbytes > 0
+    for moves in all_.units:
+        assert (moves.part_there, moves.trainable, moves.in_place, moves.lodged) == (True, False, False, False)
+        assert moves.waiting_nbytes == moves.gathered_nbytes * 4 // 3 > 0
+    own = sum((12 + 2) * moves.numel for moves in all_.units)
+    assert own <= all_.records_nbytes <= 1.1 * own + (128 << 20)
+    assert all_.in_use_nbytes == none.in_use_nbytes, "what is in use is put together all the same"
+
+
+def test_of_several_ranks_frozen_weights_live_whole_on_every_device():
+    frozen = replace(OUTLINE, parts=tuple(replace(part, trainable=False) for part in OUTLINE.parts))
+    need = demand(frozen, Setting(4 * MIB, device_nbytes=64 * MIB, ranks=4, local_ranks=4))
+    assert (need.read_nbytes, need.records_nbytes) == (0, 0)
+    assert need.lodged_nbytes == demand(frozen, Setting(4 * MIB, device_nbytes=64 * MIB)).lodged_nbytes > 0
+    assert all(moves.lodged and moves.in_place and not moves.part_there for moves in need.units)
+
+
+def test_what_lives_on_devices_of_ranks_does_not_depend_on_the_room_of_their_hosts():
+    def there(host_nbytes):
+        setting = Setting(host_nbytes, device_nbytes=3 * MIB, ranks=4, local_ranks=4)
+        return [key for key, tier in demand(OUTLINE, setting).placement.items() if tier == "device"]
+
+    assert there(2 * MIB) == there(256 * MIB) != []
+
+
 def test_the_record_of_the_embedding_lives_on_a_device_before_those_of_layers():
     def there(device_nbytes):
         placed = demand(OUTLINE, Setting(MIB, device_nbytes=device_nbytes, update="backward")).placement
