@@ -18,7 +18,7 @@ from infinity.engine.rank_features import RankFeatures
 from infinity.errors import RanksError
 from infinity.gradients.coding import Coding
 from infinity.gradients.collectives import Collecting, CollectiveLane, Spreading
-from infinity.gradients.feedback import error_fields, feed_back
+from infinity.gradients.feedback import error_fields, feed_back, feed_back_sums, forget_errors
 from infinity.gradients.gather_buckets import GatherBuckets
 from infinity.gradients.matrices import Orthogonalizing
 from infinity.gradients.secondary import SecondaryBuckets
@@ -208,13 +208,23 @@ class Partition:
             self._before_change()
             feed_back(unit, indices, rows, self.coding, self._lane)
 
+    def feed_back_sums(self, unit: Unit, indices: Collection[int], rows: torch.Tensor) -> None:
+        """See gradients.reduction.Reducers."""
+        if self.coding is not None and self.ranks.grid is not None:
+            self._before_change()
+            feed_back_sums(unit, indices, rows, self.coding, self._lane, self.ranks.grid, self.ranks.rank)
+
     def error_fields(self, record: Record) -> tuple[str, ...]:
         """Return the fields that a record has of errors of codes, where its gradients are trained."""
         if self.coding is None or not self.coding.feeds_back:
             return ()
-        names = error_fields(record)
+        names = error_fields(record, self.ranks.grid)
         record.may_have(names)
         return names
+
+    def forget_errors(self, record: Record) -> None:
+        """Let the errors of a record be zeros: what they are of is loaded over."""
+        forget_errors(record, self.error_fields(record), self._lane)
 
     def reduces(self, unit: Unit) -> CollectiveLane:
         """See gradients.reduction.Reducers."""

@@ -170,6 +170,7 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     kept_nbytes = sum(
         sizes.field(*key, budget.tile_numel) for key, tier in placement.items() if tier == "host"
     )
+    kept_nbytes += 0 if setting.nvme else sum(sizes.workers)
     stored = setting.nvme and setting.update != "backward"
     spills = _spills(script, of_host, budget.kept_nbytes - kept_nbytes) if stored else {}
     in_first = _spills(script, sizes, budget.kept_nbytes) if stored else {}
@@ -330,7 +331,7 @@ def _moves(
         of_gradient = spills.get(unit, ())
         in_place = is_in_place(sizes, setting, placement, unit)
         gathered, again, reduced = _exchanged(sizes, setting, unit)
-        workers = sizes.workers[unit] if setting.nvme else 0
+        workers = sizes.workers[unit] * _exchanges(setting) if setting.nvme else 0
         yield Moves(
             numel=sizes.numels[unit],
             hi_nbytes=away.get("hi", 0),
@@ -351,6 +352,11 @@ def _moves(
             lodged=is_lodged(sizes, placement, unit),
             part_there=is_part(sizes, placement, unit),
         )
+
+
+def _exchanges(setting: Setting) -> int:
+    """Return how often a step reads and writes what is kept of what ranks send: momenta once."""
+    return setting.micro_batches if setting.error_feedback else 1
 
 
 def _is_coded(sizes: UnitSizes, setting: Setting, unit: int) -> bool:
@@ -400,8 +406,8 @@ def _moved(
             moved[name, "read"] += nbytes * (reads + again - anew if name == "hi" else 1)
             moved[name, "written"] += nbytes if trainable else 0
         if sizes.workers[unit] and setting.nvme:
-            moved["workers", "read"] += sizes.workers[unit]
-            moved["workers", "written"] += sizes.workers[unit]
+            moved["workers", "read"] += sizes.workers[unit] * _exchanges(setting)
+            moved["workers", "written"] += sizes.workers[unit] * _exchanges(setting)
         if of_gradient := spills.get(unit):
             moved["grad", "read"] += sum(read for read, _ in of_gradient) + of_gradient[-1][1]
             moved["grad", "written"] += sum(written for _, written in of_gradient)

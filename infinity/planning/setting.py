@@ -47,6 +47,8 @@ class Setting:
     quantized_weights: str | None = None
     quantized_gradients: str | None = None
     """In which type ranks send them: see Config."""
+    error_feedback: bool = False
+    """Whether what codes leave out of gradients is added to the next: see Config."""
     secondary_shard: int = 0
     """Neighbours that keep second parts of weights: see Config; 0: none do."""
     shared_memory: bool = False
@@ -102,6 +104,11 @@ class Setting:
             kind = getattr(self, name)
             if kind is not None and kind not in known:
                 raise ConfigError(f"{name}={kind!r}: expected {' or '.join(map(repr, known))}, or None")
+        if self.error_feedback and self.quantized_gradients is None:
+            raise ConfigError(
+                "error_feedback without quantized_gradients: nothing is left out of gradients that are sent as "
+                "they are"
+            )
         if self.ranks % self.local_ranks:
             raise ConfigError(
                 f"{self.ranks} ranks, {self.local_ranks} on each machine: expected a whole number of machines"
@@ -141,6 +148,7 @@ class Setting:
         used = {
             Feature.QUANTIZED_WEIGHTS: ("quantized_weights", self.quantized_weights is not None),
             Feature.QUANTIZED_GRADIENTS: ("quantized_gradients", self.quantized_gradients is not None),
+            Feature.ERROR_FEEDBACK: ("error_feedback", self.error_feedback),
             Feature.SECONDARY_SHARD: ("secondary_shard", self.secondary_shard > 0),
             Feature.SHARED_MEMORY: ("shared_memory", self.shared_memory),
             Feature.ONE_BIT: ("one_bit", self.one_bit),
@@ -150,6 +158,7 @@ class Setting:
             Feature.PIPELINE: ("pipeline_parallel", self.pipeline_parallel > 1),
             Feature.ACCELERATOR: ("device_nbytes", on_gpu),
             Feature.FP32: ("dtype", self.dtype == "fp32"),
+            Feature.FP16: ("dtype", self.dtype == "fp16"),
         }
         return {one: said(name, getattr(self, name)) for one, (name, is_asked) in used.items() if is_asked}
 

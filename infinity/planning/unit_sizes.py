@@ -36,7 +36,7 @@ class UnitSizes:
     stored: tuple[int, ...]
     """Likewise, of those on NVMe."""
     workers: tuple[int, ...]
-    """Bytes of the momenta and errors that this rank has of each unit, beside its state, for 1-bit Adam."""
+    """Bytes that this rank has of each unit, beside its state, of what it sends: momenta and errors."""
 
     def field(self, unit: int, name: str, tile_numel: int) -> int:
         """Bytes of a field in its extent."""

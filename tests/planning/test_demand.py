@@ -318,3 +318,25 @@ def test_weights_in_use_lie_once_on_a_machine_whose_ranks_have_memory_in_common(
     (own, *_), (common, *_) = needs(plain, Capacity()), needs(shared, Capacity())
     assert own.nbytes - common.nbytes == 3 * (used + waiting)
     assert [one.gathered_nbytes for one in shared.units] == [0] * len(shared.units)
+
+
+def test_errors_of_codes_lie_where_the_state_lies_and_each_sum_of_gradients_reads_and_writes_them():
+    below = {"ranks": 4, "local_ranks": 2, "quantized_gradients": "int4"}
+    for micro in (1, 3):
+        plain, fed = (
+            demand(OUTLINE, Setting(2 << 20, micro_batches=micro, error_feedback=on, **below))
+            for on in (False, True)
+        )
+        more = fed.nvme_nbytes - plain.nvme_nbytes
+        assert more == pytest.approx(4 * (4 + 2) * OUTLINE.parameters / 4, rel=0.03)
+        assert fed.moved["workers", "read"] == fed.moved["workers", "written"] == micro * more
+    without = [
+        demand(OUTLINE, Setting(256 * MIB, nvme=False, error_feedback=on, **below)).pinned_nbytes
+        for on in (False, True)
+    ]
+    assert without[1] - without[0] == more
+    least = [
+        least_host_nbytes(OUTLINE, Setting(MIB, nvme=False, error_feedback=on, **below))
+        for on in (False, True)
+    ]
+    assert least[1] > least[0] + more
