@@ -57,11 +57,19 @@ def assert_beside_plain(one, machines=1):
 
 
 def test_two_ranks_send_no_weights_and_train_the_same_bits_and_leave_nothing(tmp_path):
-    given = answers(tmp_path, 2, ["beside plain", "by itself", "kept views", "buffers", "other settings"])
+    cases = ["beside plain", "by itself", "refused on one", "kept views", "buffers", "other settings"]
+    given = answers(tmp_path, 2, cases)
     for one in given:
         assert_beside_plain(one["beside plain"])
         assert one["by itself"]["said"].startswith("chosen")
         assert one["by itself"]["shared"] > 0 == one["by itself"]["exchanged"]["gather"]
+        assert one["refused on one"] == {
+            **one["refused on one"],
+            "different": [],
+            "shared": 0,
+            "said": "not possible: planted",
+            "left": [],
+        }
         assert one["kept views"] == {**one["kept views"], "wrong": []}
         assert one["buffers"] == {**one["buffers"], "wrong": [], "left": []}
         assert "rank 0: shared_memory=True; rank 1: shared_memory=False" in one["other settings"]["said"]

@@ -14,6 +14,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ import models
 import parity
 import ranks_run
 from children import ended
+from infinity.engine import partition
 from infinity.engine.engine import engine_of_model
 from leftovers import held, left_since
 from machine_ranks import descriptors, mappings
@@ -75,6 +77,26 @@ def by_itself():
         "shared": stats.shared_nbytes,
         "said": stats.memory_in_common,
         "exchanged": stats.exchanged_nbytes,
+    }
+
+
+def refused_on_one():
+    """Rank 1 may not map what the model takes: return what the ranks share, say and compute."""
+    shown = []
+    for shared in (False, "auto"):
+        with contextlib.ExitStack() as planted:
+            if dist.get_rank() == 1:
+                planted.enter_context(mock.patch.object(partition, "why_too_large", lambda *_: "planted"))
+            model = models.build("llama", host_memory="64MiB", shared_memory=shared)
+        losses = ranks_run.train(model, infinity.AdamW(model.parameters(), lr=1e-2), steps=2)
+        shown.append({"losses": losses, **model.state_dict()})
+    plain, ours = shown
+    gc.collect()
+    return {
+        "different": [key for key, one in plain.items() if not ranks_run.same(one, ours[key])],
+        "shared": infinity.stats(model).shared_nbytes,
+        "said": infinity.stats(model).memory_in_common,
+        "left": [*map(str, descriptors()), *mappings()],
     }
 
 
@@ -230,6 +252,7 @@ CASES = {
     "beside plain": beside_plain,
     "beside plain, nvme": lambda: beside_plain(**ranks_run.NVME),
     "by itself": by_itself,
+    "refused on one": refused_on_one,
     "kept views": kept_views,
     "buffers": buffers,
     "changed past autograd": changed_past_autograd,
