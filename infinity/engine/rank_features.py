@@ -133,9 +133,9 @@ def _memory(
     rows: Sequence[Sequence[int]],
     ranks: Ranks,
 ) -> tuple[bool, str]:
-    """Return whether the ranks of a machine have memory in common, and why: where they choose it by themselves,
-    they have tried it. rows: of each rank, from the third on, whether its system has such memory, whether it
-    may make it, and where it is reached.
+    """Return whether the ranks of a machine have memory in common, and why: where they choose it by
+    themselves, they have tried it. rows: of each rank, from the third on, whether its system has such memory,
+    whether it may make it, and where it is reached.
 
     Raises: ConfigError where it is asked for, and there can be none.
     """

@@ -3,9 +3,9 @@
 [Note: errors of sums]
 Without errors the second hop codes the sums of a machine on the thread of the collectives (CodedReducing).
 With them it needs fields of the record, and what is queued there may wait for no pass: so the thread that
-computes waits for the sums within the machine, has the passes add to them what the second hop left out of the
-sums before, and queues the second hop, as for momenta: see [Note: workers] in one_bit. A machine's errors of a
-share are on the rank that sends it: the one there that has the number of the rank that it goes to.
+computes waits for the sums within the machine, has passes add to them what the second hop left out of the
+sums before, and queues the second hop, as for momenta: see [Note: workers] in one_bit. A machine's errors of
+a share are on the rank that sends it: the one there that has the number of the rank that it goes to.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ FeedSums = Callable[[torch.Tensor], None]
 
 
 class CodedSums(Collective):
-    """Coded gradients are summed within each machine, in fp32, in the order of its ranks: for each machine, of
-    the share of its rank of this one's number.
+    """Coded gradients are summed within each machine, in fp32, in the order of its ranks: for each machine,
+    of the share of its rank of this one's number.
     """
 
     kind = "reduce"
@@ -117,8 +117,7 @@ def reduce_in_hops(
     grid: RankGrid,
     feed: FeedSums,
 ) -> Collective:
-    """Sum coded gradients within each machine, and queue the exchange of the sums; see [Note: errors of sums].
-    """
+    """Sum coded gradients within each machine, and queue the exchange of the sums, with what `feed` adds."""
     numels = [mean.numel() for mean in means]
     summing = CodedSums(what, sent, numels, allocate, coding, grid, lane)
     reduces.submit(summing)

@@ -65,8 +65,8 @@ def feed_back_sums(
     grid: RankGrid,
     rank: int,
 ) -> None:
-    """Likewise, the errors of its machine's sums. rows: of each machine, of the share of its rank that has the
-    number of this one, `rank`.
+    """Likewise, the errors of its machine's sums. rows: of each machine, of the share of its rank that has
+    the number of this one, `rank`.
     """
     members = range(rank % grid.ranks, grid.size, grid.ranks)
     names = [f"s{machine}" for machine in range(grid.machines)]

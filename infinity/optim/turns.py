@@ -60,8 +60,8 @@ class TakingTurns:
 
     @contextlib.contextmanager
     def telling_others(self) -> Iterator[None]:
-        """Let the other ranks, if there are some, know of an UnsupportedError inside the `with`: they wait for
-        this one, and would else know it as one that does not come.
+        """Let the other ranks, if there are some, know of an UnsupportedError inside the `with`: they wait
+        for this one, and would else know it as one that does not come.
         """
         try:
             yield

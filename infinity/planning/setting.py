@@ -106,8 +106,8 @@ class Setting:
                 raise ConfigError(f"{name}={kind!r}: expected {' or '.join(map(repr, known))}, or None")
         if self.error_feedback and self.quantized_gradients is None:
             raise ConfigError(
-                "error_feedback without quantized_gradients: nothing is left out of gradients that are sent as "
-                "they are"
+                "error_feedback without quantized_gradients: nothing is left out of gradients that are sent "
+                "as they are"
             )
         if self.ranks % self.local_ranks:
             raise ConfigError(

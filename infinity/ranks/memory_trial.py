@@ -1,11 +1,11 @@
 """Whether the ranks of a machine can have memory in common: tried, before anything depends on it.
 
 [Note: the trial]
-What a system refuses is seldom foreseen: files in memory (seccomp, vm.memfd_noexec), sockets between processes
-(a sandbox), descriptors that pass between them (user namespaces), mappings (limits of addresses). So where
-memory in common is to be chosen by itself, the ranks make some, pass it on, write to it and look for what the
-others wrote, and each says how that went: one that failed switches it off for all. What grows with the model
-is looked up when that is known: see why_too_large.
+What a system refuses is seldom foreseen: files in memory (seccomp, vm.memfd_noexec), sockets between
+processes (a sandbox), descriptors that pass between them (user namespaces), mappings (limits of addresses).
+So where memory in common is to be chosen by itself, the ranks make some, pass it on, write to it and look for
+what the others wrote, and each says how that went: one that failed switches it off for all. What grows with
+the model is looked up when that is known: see why_too_large.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def why_too_large(nbytes: int, layers: int) -> str:
         most, _ = resource.getrlimit(limit)
         if most != resource.RLIM_INFINITY and mapped + more > most:
             return (
-                f"{name}={most} (ulimit {flag}): {format_size(mapped)} are mapped, and memory in common would "
-                f"take {format_size(more)} more"
+                f"{name}={most} (ulimit {flag}): {format_size(mapped)} are mapped, and memory in common "
+                f"would take {format_size(more)} more"
             )
     most, mapped = _mappings()
     if mapped + 2 * layers > most:

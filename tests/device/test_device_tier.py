@@ -253,5 +253,6 @@ def test_what_another_rank_has_no_room_for_stays_below_on_this_one_and_nothing_i
 
 def test_a_rank_says_which_records_it_has_no_room_for_before_any_comes_up(folder, late, monkeypatch):
     late.free = 64 << 20
-    free = 2 * simulated_tiers.RECORD_NBYTES + 11 * LAYER  # intermediate values take 11 bytes for one of weights
+    scratch = 11 * LAYER  # for intermediate values
+    free = 2 * simulated_tiers.RECORD_NBYTES + scratch
     assert records_there(folder, monkeypatch, free=free) == ([0, 1], [2, 3])

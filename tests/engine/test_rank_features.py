@@ -62,7 +62,7 @@ def decide(ranks=None, device=HOST, **fields):
 
 @pytest.fixture(autouse=True)
 def trial(monkeypatch):
-    """What trying memory in common says, on all ranks: nothing is in its way, unless a test says otherwise."""
+    """What trying memory in common says: nothing is in its way, unless a test says otherwise."""
     found = types.SimpleNamespace(why="", tried=0)
 
     def tried(_ranks, timeout_s):
