@@ -171,3 +171,13 @@ def test_a_rank_whose_batches_have_ended_is_named_with_its_steps(tmp_path):
     waiting, ended = (one["fewer batches"]["said"] for one in answers(tmp_path, 2, ["fewer batches"]))
     assert ended == "none"
     assert "rank 1 has begun 2 forwards, this rank 3: it may have had fewer batches" in waiting
+
+
+@pytest.mark.slow
+def test_a_rank_that_stops_a_step_by_itself_tells_the_others_why(tmp_path):
+    waiting, stopped = (one["stops alone"]["said"] for one in answers(tmp_path, 2, ["stops alone"]))
+    assert stopped.startswith("UnsupportedError: ")
+    assert "its gradient was dropped between the backward and step()" in stopped
+    assert waiting.startswith("RanksError: ")
+    assert "rank 1: UnsupportedError: " in waiting
+    assert "its gradient was dropped between the backward and step()" in waiting
