@@ -16,7 +16,6 @@ from infinity.device.device import Device
 from infinity.engine.expert_ranks import ExpertRanks
 from infinity.engine.rank_features import RankFeatures
 from infinity.errors import RanksError
-from infinity.gradients.coding import Coding
 from infinity.gradients.collectives import Collecting, CollectiveLane, Spreading
 from infinity.gradients.feedback import error_fields, feed_back, feed_back_sums, forget_errors
 from infinity.gradients.gather_buckets import GatherBuckets

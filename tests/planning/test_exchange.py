@@ -82,7 +82,7 @@ def test_errors_are_kept_of_every_ranks_part_and_of_several_machines_of_the_sums
         ({"error_feedback": True}, "error_feedback without quantized_gradients"),
         (
             {"error_feedback": True, "quantized_gradients": "int8", "dtype": "fp16"},
-            "error_feedback=True with dtype=\"fp16\"",
+            'error_feedback=True with dtype="fp16"',
         ),
         ({"one_bit": True, "device_nbytes": 1 << 20}, "one_bit=True with device_nbytes=1048576"),
         ({"shared_memory": True, "expert_parallel": 2}, "shared_memory=True with expert_parallel=2"),

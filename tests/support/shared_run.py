@@ -88,7 +88,7 @@ def refused_on_one():
     for shared in (False, "auto"):
         with contextlib.ExitStack() as planted:
             if dist.get_rank() == 1:
-                planted.enter_context(mock.patch.object(partition, "why_too_large", lambda *_: "planted"))
+                planted.enter_context(mock.patch.object(partition, "why_too_large", return_value="planted"))
             model = models.build("llama", host_memory="64MiB", shared_memory=shared)
         losses = ranks_run.train(model, infinity.AdamW(model.parameters(), lr=1e-2), steps=2)
         shown.append({"losses": losses, **model.state_dict()})
@@ -253,7 +253,7 @@ def fewer_batches():
 def stops_alone():
     """Rank 1 drops gradients whose updates the backward has made, and stops: return what each is told."""
     half = UpdateSplit((2, 0), 4, HalfStep(1.0, 0.5), HalfStep(2.0, 1.0))
-    with mock.patch.object(early, "split_updates", lambda *_: half):
+    with mock.patch.object(early, "split_updates", return_value=half):
         model, said = models.build("llama", host_memory="64MiB", timeout_s=5), "none"
         optimizer = infinity.AdamW(model.parameters(), lr=1e-2, update="auto")
         ranks_run.train(model, optimizer, steps=3)
