@@ -71,6 +71,7 @@ class Setting:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")
         self._check_activations()
         self._check_ranks()
+        self._check_feedback()
         self._check_speculation()
         if self.update not in ("forward", "backward", "auto"):
             raise ConfigError(f'update={self.update!r}: expected "forward", "backward" or "auto"')
@@ -104,11 +105,6 @@ class Setting:
             kind = getattr(self, name)
             if kind is not None and kind not in known:
                 raise ConfigError(f"{name}={kind!r}: expected {' or '.join(map(repr, known))}, or None")
-        if self.error_feedback and self.quantized_gradients is None:
-            raise ConfigError(
-                "error_feedback without quantized_gradients: nothing is left out of gradients that are sent "
-                "as they are"
-            )
         if self.ranks % self.local_ranks:
             raise ConfigError(
                 f"{self.ranks} ranks, {self.local_ranks} on each machine: expected a whole number of machines"
@@ -161,6 +157,13 @@ class Setting:
             Feature.FP16: ("dtype", self.dtype == "fp16"),
         }
         return {one: said(name, getattr(self, name)) for one, (name, is_asked) in used.items() if is_asked}
+
+    def _check_feedback(self) -> None:
+        if self.error_feedback and self.quantized_gradients is None:
+            raise ConfigError(
+                "error_feedback without quantized_gradients: nothing is left out of gradients that are sent "
+                "as they are"
+            )
 
     def _check_activations(self) -> None:
         if self.method.offload not in (None, "host", "nvme"):

@@ -250,8 +250,12 @@ def _made(nbytes: int) -> int:
 
 def _listens(name: bytes, most: int) -> socket.socket:
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listening.bind(b"\0infinity-" + name)
-    listening.listen(most)
+    try:
+        listening.bind(b"\0infinity-" + name)
+        listening.listen(most)
+    except BaseException:
+        listening.close()
+        raise
     return listening
 
 

@@ -237,7 +237,7 @@ def test_of_several_ranks_each_ones_parts_live_on_its_device_and_a_use_puts_unit
     assert none.read_nbytes > some.read_nbytes > 0
     for moves in all_.units:
         assert moves.part_there
-        assert not (moves.trainable or moves.in_place or moves.lodged)
+        assert not any((moves.trainable, moves.in_place, moves.lodged))
         assert moves.waiting_nbytes == moves.gathered_nbytes * 4 // 3 > 0
     own = sum((12 + 2) * moves.numel for moves in all_.units)  # with the mean of gradients
     largest = max(moves.waiting_nbytes for moves in all_.units)
