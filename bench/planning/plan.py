@@ -222,6 +222,8 @@ def _add_exchanges(add: Callable[..., object]) -> None:
     sent = "in which ranks send them, as Config(quantized_%s=...)"
     add("--quantized-weights", choices=("int8",), help=f"the type {sent % 'weights'}")
     add("--quantized-gradients", choices=tuple(BITS), help=f"the type {sent % 'gradients'}")
+    fed = "what codes leave out of gradients is added to the next, as Config(error_feedback=True)"
+    add("--error-feedback", action="store_true", help=fed)
     parts = (
         'neighbours that keep second parts of weights, as Config(secondary_shard=...): "machine" or a number'
     )
@@ -416,6 +418,7 @@ def _plan_one(
         units=chosen.units,
         quantized_weights=chosen.quantized_weights,
         quantized_gradients=chosen.quantized_gradients,
+        error_feedback=chosen.error_feedback,
         secondary_shard=_neighbours(chosen),
         shared_memory=chosen.shared_memory,
         one_bit=chosen.one_bit,

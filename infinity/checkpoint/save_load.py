@@ -413,6 +413,8 @@ def _fill_units(manifest: Manifest, inventory: Inventory, files: Mapping[str, Te
         engine.parameters.before_change()
         engine.residency.flush(unit)
         engine.residency.changed(unit)
+        if inventory.optimizer is not None and engine.partition is not None:
+            engine.partition.forget_errors(unit.record)
         names = inventory.names_in(unit)
         fields = ("master", *_moments_to_fill(unit, names, manifest, inventory))
         if fields == ("master",) and _are_in_files(engine, unit, inventory, tensors, files):

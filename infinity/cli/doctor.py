@@ -25,7 +25,7 @@ from infinity import aio, kernels
 from infinity.errors import InfinityError
 from infinity.planning.outline import Outline
 from infinity.ranks.machine_memory import available_nbytes, total_nbytes
-from infinity.ranks.shared_memory import has_nameless_memory, why_no_room
+from infinity.ranks.shared_memory import why_not_here
 from infinity.sizes import BLOCK, format_size
 from infinity.storage import disk_speed as disk
 from infinity.storage.nvme import check_folder
@@ -348,13 +348,8 @@ def _machine() -> Iterator[Finding]:
     if (limit := total_nbytes()[0]) < memory.total:
         found += f"; this container may use {format_size(limit)}"
     yield Finding("memory", f"{found}; host_memory is {format_size(available // 2)} by default")
-    shares, limited = "share no memory here", why_no_room()
-    if has_nameless_memory():
-        shares = (
-            f"may share memory, up to a limit ({limited})"
-            if limited
-            else "may share memory, where the CPU computes"
-        )
+    why = why_not_here()
+    shares = f"share no memory here: {why}" if why else "may share memory, where the CPU computes"
     yield Finding("several ranks", shares)
     gpus = _gpus()
     torch = _torch(gpus)

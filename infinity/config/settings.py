@@ -111,7 +111,8 @@ class Config:
         about half, or a quarter, of the bytes of 16-bit ones. Of several machines the sums of each are sent
         on so, too. None: in their own type.
     error_feedback: with quantized_gradients: what codes leave out of a rank's gradients is added to those
-        that it sends next. The errors take 4 bytes per parameter on each rank, and lie where the state lies.
+        that it sends next, and of several machines what they leave out of the sums of each. Errors take 4
+        bytes per parameter on each rank, of several machines some more, and lie where the state lies.
     shared_memory: whether the ranks of one machine have memory in common: each brings its share of a layer to
         where all see it, so that weights in use exist once there, and none are sent within the machine; and
         so do large buffers. Results are the same; for Linux, and where the CPU computes. "auto": where all

@@ -425,7 +425,7 @@ class Engine:
         room.over.append(partial(note_download, self.timeline))
         room.take(needs.placeholders, "placeholders")
         records = self._open_records()
-        return DeviceTier(self.residency, room, budget, self.lane, records, self.ranks.least)
+        return DeviceTier(self.residency, room, budget, self.lane, records, self.ranks)
 
     @property
     def _lodges(self) -> bool:

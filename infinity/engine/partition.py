@@ -16,9 +16,8 @@ from infinity.device.device import Device
 from infinity.engine.expert_ranks import ExpertRanks
 from infinity.engine.rank_features import RankFeatures
 from infinity.errors import RanksError
-from infinity.gradients.coding import Coding
 from infinity.gradients.collectives import Collecting, CollectiveLane, Spreading
-from infinity.gradients.feedback import error_fields, feed_back
+from infinity.gradients.feedback import error_fields, feed_back, feed_back_sums, forget_errors
 from infinity.gradients.gather_buckets import GatherBuckets
 from infinity.gradients.matrices import Orthogonalizing
 from infinity.gradients.secondary import SecondaryBuckets
@@ -29,13 +28,14 @@ from infinity.lane.outgoing import OutgoingShare
 from infinity.planning.plan import Plan
 from infinity.planning.queue import Job
 from infinity.ranks.group import Ranks
+from infinity.ranks.memory_trial import first_reason, in_short, why_too_large
 from infinity.ranks.uses import agree_on_uses
 from infinity.records.record import Record
 from infinity.sizes import format_size
 from infinity.storage.store import HostStore, Store
 from infinity.timeline import Timeline
 from infinity.units.machine_buffers import share_buffers
-from infinity.units.machine_units import MachineUnits, open_machine_units
+from infinity.units.machine_units import MachineUnits, needs_of, open_machine_units
 from infinity.units.unit import Unit
 
 logger = logging.getLogger("infinity")
@@ -55,13 +55,16 @@ class Partition:
         units: Sequence[Unit],
         expert_ranks: ExpertRanks | None,
         buckets: GatherBuckets,
-        coding: Coding | None = None,
+        features: RankFeatures,
     ) -> None:
         """Open two channels, for `units`, a list that the engine fills; and two for experts, if there are
-        `expert_ranks`. Every rank does so. buckets: in which units are assembled. coding: by which gradients
-        are sent; None: in their own type.
+        `expert_ranks`. Every rank does so. buckets: in which units are assembled. features: what ranks do
+        together.
         """
-        self.ranks, self.coding = ranks, coding
+        self.ranks, self.coding = ranks, features.gradients
+        self.memory = features.memory
+        """Why ranks have memory in common, or do not."""
+        self._asked = features.asked
         self._exact = False
         """Whether units are fetched as their records have them, where they are sent coded."""
         self._before_change: Callable[[], None] = _nothing
@@ -117,7 +120,24 @@ class Partition:
         """
         self.check_model()
         if self._buckets.in_common:
-            self._machine = open_machine_units(self.ranks, self._units, blocks, timeout_s)
+            self._machine = self._open_in_common(blocks, timeout_s)
+
+    def _open_in_common(self, blocks: Blocks, timeout_s: float) -> MachineUnits | None:
+        """Have units live in memory that ranks share; or, on all ranks, not, where it was not asked for and
+        does not work on one, which is said.
+        """
+        if self._asked:
+            return open_machine_units(self.ranks, self._units, blocks, timeout_s)
+        why = first_reason(self.ranks, why_too_large(*needs_of(self._units)))
+        if not why:
+            try:
+                return open_machine_units(self.ranks, self._units, blocks, timeout_s)
+            except (OSError, RanksError) as error:
+                why = first_reason(self.ranks, in_short(error))
+        self._buckets.share_nothing()
+        self.memory = f"not possible: {why}"
+        logger.warning("ranks share no memory: %s. Config(shared_memory=False) does not try", why)
+        return None
 
     def keep_second_parts(
         self,
@@ -136,9 +156,17 @@ class Partition:
 
     def share_buffers(self, modules: Iterable[tuple[str, nn.Module]], timeout_s: float) -> None:
         """Have large buffers that are the same on all ranks once, where these have memory in common."""
-        if self._buckets.in_common:
+        if not self._buckets.in_common:
+            return
+        try:
             nbytes = share_buffers(modules, self.ranks, timeout_s)
-            logger.info("%s of buffers lie once in memory that ranks share", format_size(nbytes))
+        except (OSError, RanksError) as error:
+            if self._asked:
+                raise
+            why = first_reason(self.ranks, in_short(error))
+            logger.warning("buffers lie on each rank, though weights are in memory in common: %s", why)
+            return
+        logger.info("%s of buffers lie once in memory that ranks share", format_size(nbytes))
 
     def rounds(self, unit: Unit) -> bool:
         """See units.assembler.Assembler, as for the next ones."""
@@ -208,13 +236,23 @@ class Partition:
             self._before_change()
             feed_back(unit, indices, rows, self.coding, self._lane)
 
+    def feed_back_sums(self, unit: Unit, indices: Collection[int], rows: torch.Tensor) -> None:
+        """See gradients.reduction.Reducers."""
+        if self.coding is not None and self.ranks.grid is not None:
+            self._before_change()
+            feed_back_sums(unit, indices, rows, self.coding, self._lane, self.ranks.grid, self.ranks.rank)
+
     def error_fields(self, record: Record) -> tuple[str, ...]:
         """Return the fields that a record has of errors of codes, where its gradients are trained."""
         if self.coding is None or not self.coding.feeds_back:
             return ()
-        names = error_fields(record)
+        names = error_fields(record, self.ranks.grid)
         record.may_have(names)
         return names
+
+    def forget_errors(self, record: Record) -> None:
+        """Let the errors of a record be zeros: what they are of is loaded over."""
+        forget_errors(record, self.error_fields(record), self._lane)
 
     def reduces(self, unit: Unit) -> CollectiveLane:
         """See gradients.reduction.Reducers."""
@@ -313,7 +351,7 @@ def open_partition(
         buckets: GatherBuckets = SecondaryBuckets(*parts, features.near)
     else:
         buckets = GatherBuckets(*parts, in_common=features.in_common)
-    return Partition(ranks, lane, device, timeline, units, expert_ranks, buckets, features.gradients)
+    return Partition(ranks, lane, device, timeline, units, expert_ranks, buckets, features)
 
 
 def _is_gathered(unit: Unit) -> bool:

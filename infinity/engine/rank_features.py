@@ -21,6 +21,7 @@ from infinity.planning.coded import BITS
 from infinity.planning.together import Feature, excluded, features_of, said, why_not
 from infinity.ranks.group import Ranks
 from infinity.ranks.machines import grid_of, this_machine
+from infinity.ranks.memory_trial import why_not_together
 from infinity.ranks.shared_memory import has_nameless_memory, place_number, why_no_room
 
 logger = logging.getLogger("infinity")
@@ -34,8 +35,14 @@ _SAME = (
     "stage",
     "expert_parallel",
     "sequence_parallel",
+    "dtype",
+    "state_dtype",
+    "master_dtype",
+    "frozen_dtype",
+    "experts",
+    "units",
 )
-"""Settings that all ranks give alike."""
+"""Settings that all ranks give alike: what they do together, and what their records are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,8 @@ class RankFeatures:
     """Neighbours that keep second parts of weights together; 0: none do."""
     in_common: bool = False
     """Whether ranks of a machine put units together in memory that they share."""
+    asked: bool = False
+    """Whether that was asked for, so that it is an error where it cannot be."""
     memory: str = ""
     """Why they do, or do not."""
 
@@ -81,7 +90,7 @@ def rank_features(config: Config, ranks: Ranks, device: Device) -> RankFeatures:
         used[Feature.ACCELERATOR] = f"device={ranks.device!r}"
     if (why := why_not(used)) is not None:
         raise ConfigError(why)
-    in_common, memory = _memory(config, used, machines, rows)
+    in_common, memory = _memory(config, used, machines, rows, ranks)
     weights, gradients = BITS.get(config.quantized_weights or ""), BITS.get(config.quantized_gradients or "")
     return RankFeatures(
         min(row[0] for row in rows),
@@ -89,6 +98,7 @@ def rank_features(config: Config, ranks: Ranks, device: Device) -> RankFeatures:
         None if gradients is None else Coding(gradients, config.error_feedback),
         near,
         in_common,
+        config.shared_memory is True,
         memory,
     )
 
@@ -121,9 +131,11 @@ def _memory(
     used: Mapping[Feature, str],
     machines: Sequence[int],
     rows: Sequence[Sequence[int]],
+    ranks: Ranks,
 ) -> tuple[bool, str]:
-    """Return whether the ranks of a machine have memory in common, and why. rows: of each rank, from the
-    third on, whether its system has such memory, whether it may make it, and where it is reached.
+    """Return whether the ranks of a machine have memory in common, and why: where they choose it by
+    themselves, they have tried it. rows: of each rank, from the third on, whether its system has such memory,
+    whether it may make it, and where it is reached.
 
     Raises: ConfigError where it is asked for, and there can be none.
     """
@@ -144,6 +156,9 @@ def _memory(
     if against is not None:
         logger.info("ranks share no memory: %s", against)
         return False, f"not with {against}"
+    if why := why_not_together(ranks, config.timeout_s):
+        logger.warning("ranks share no memory: tried, and %s. Config(shared_memory=False) does not try", why)
+        return False, f"tried in vain: {why}"
     logger.info("ranks put weights together in memory that they share; shared_memory=False: in one each")
     return True, "chosen: one machine's CPUs"
 

@@ -405,7 +405,7 @@ def stats(model: nn.Module) -> Stats:
         exchanged_nbytes=engine.partition.nbytes if engine.partition is not None else {},
         collectives=engine.partition.collectives if engine.partition is not None else {},
         shared_nbytes=engine.partition.shared_nbytes if engine.partition is not None else 0,
-        memory_in_common=engine.rank_features.memory,
+        memory_in_common=engine.partition.memory if engine.partition is not None else "",
         placement_revisions=engine.pins.revisions if engine.pins is not None else 0,
         placement_reason=engine.pins.reason if engine.pins is not None else "",
         device_budget_nbytes=ledger.limit_nbytes if ledger is not None else 0,

@@ -113,10 +113,10 @@ class CodedReducing(Reducing):
             return received
         grid = channel.hops.grid
         sums, came = self._bytes(grid.machines), self._bytes(grid.ranks)
-        for total, part in zip(_starts(sums), coded.view(grid.machines, -1), strict=True):
+        for total, part in zip(starts(sums), coded.view(grid.machines, -1), strict=True):
             channel.exchange_in_hop(came.view(-1), part, self.what, between_machines=False)
             for numel, place in zip(self._numels, self._coding.places(self._numels), strict=True):
-                self._coding.code_sum([row + place for row in _starts(came)], numel, total + place)
+                self._coding.code_sum([row + place for row in starts(came)], numel, total + place)
         del came
         received = self._bytes(grid.machines)
         channel.exchange_in_hop(received.view(-1), sums.view(-1), self.what, between_machines=True)
@@ -125,17 +125,13 @@ class CodedReducing(Reducing):
     def _add_up(self, rows: torch.Tensor) -> None:
         """Fill the means from what has come."""
         for mean, place in zip(self._means, self._coding.places(self._numels), strict=True):
-            self._coding.mean([row + place for row in _starts(rows)], mean, self._count)
+            self._coding.mean([row + place for row in starts(rows)], mean, self._count)
 
     def _coded(self, sent: torch.Tensor) -> torch.Tensor:
         """Return what goes to each rank."""
         rows = sent.view(-1, sum(self._numels))
         coded = self._bytes(len(rows))
-        for row, at in zip(rows, _starts(coded), strict=True):
-            start = 0
-            for numel, place in zip(self._numels, self._coding.places(self._numels), strict=True):
-                self._coding.encode(row[start : start + numel], numel, 0, at + place)
-                start += numel
+        encode_rows(self._coding, self._numels, rows, coded)
         return coded
 
     def _bytes(self, rows: int) -> torch.Tensor:
@@ -143,6 +139,15 @@ class CodedReducing(Reducing):
         return self._allocate(rows * self._row_nbytes, torch.uint8).view(rows, -1)
 
 
-def _starts(rows: torch.Tensor) -> list[Any]:
+def encode_rows(coding: Coding, numels: Sequence[int], rows: torch.Tensor, coded: torch.Tensor) -> None:
+    """Code rows of shares of so many elements, each in its row of `coded`."""
+    for row, at in zip(rows, starts(coded), strict=True):
+        start = 0
+        for numel, place in zip(numels, coding.places(numels), strict=True):
+            coding.encode(row[start : start + numel], numel, 0, at + place)
+            start += numel
+
+
+def starts(rows: torch.Tensor) -> list[Any]:
     """Return the address of each row."""
     return [row.data_ptr() for row in rows]

@@ -55,6 +55,10 @@ class GatherBuckets:
         self._open: list[Assembly] = []
         self._gathers: CollectiveLane | None = None
 
+    def share_nothing(self) -> None:
+        """Have shares be sent within each machine, too: its ranks have no memory in common after all."""
+        self.in_common = False
+
     def size(self, window_nbytes: int) -> None:
         """Set the bytes of units that may wait for their use."""
         self._window_nbytes = window_nbytes

@@ -32,6 +32,7 @@ from infinity.device.buffers import Buffers
 from infinity.device.device import Device
 from infinity.errors import HostMemoryError
 from infinity.gradients.coded import CodedReducing
+from infinity.gradients.coded_hops import beside_nbytes, reduce_in_hops
 from infinity.gradients.coding import Coding
 from infinity.gradients.collectives import Collective, CollectiveLane, Reducing
 from infinity.gradients.gradient import Form, Gradient, total_of
@@ -39,6 +40,7 @@ from infinity.gradients.one_bit import Momenta, reduce_momenta
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Lease, OutgoingShare, leases_of
 from infinity.ranks.group import Ranks
+from infinity.ranks.machines import RankGrid
 from infinity.records.weights import WIDEN
 from infinity.sizes import format_size
 from infinity.storage.memory import Ledger
@@ -59,6 +61,9 @@ class Reducers(Protocol):
 
     def feed_back(self, unit: Unit, indices: Collection[int], rows: torch.Tensor) -> None:
         """Add what was left out before of a unit's gradients to them, in `rows`, where they are coded so."""
+
+    def feed_back_sums(self, unit: Unit, indices: Collection[int], rows: torch.Tensor) -> None:
+        """Likewise, of the sums of this machine, of which each goes to another."""
 
 
 class MeanSink(Protocol):
@@ -348,6 +353,9 @@ class Reduction:
         of_sent = dtype if coding is None or not coding.feeds_back else torch.float32
         if coding is not None:
             nbytes = numel * of_sent.itemsize + 2 * size * coding.row_nbytes(shares)
+        hops = _hops_of_sums(lane, coding)
+        if coding is not None and hops is not None:
+            nbytes = numel * of_sent.itemsize + beside_nbytes(coding, hops, shares)
         lease = self._lease(nbytes)
         # What is sent and received, of this rank's share the sum, the mean, and its copy, and a number.
         whole = numel * dtype.itemsize
@@ -373,6 +381,12 @@ class Reduction:
         pairs = zip(bucket, shares, strict=True)
         means = [there[unit] if unit in there else take_mean(share, dtype) for unit, share in pairs]
         allocate = self._buffers.take if on_host else partial(_on_device, place)
+        if coding is not None and hops is not None:
+            feed = partial(self._feed_sums, bucket)
+            of_lanes = allocate, lease, self._lane, lane
+            hop = reduce_in_hops(names, sent, means, *of_lanes, coding, hops, feed)
+            self._under_way.append((hop, nbytes))
+            return hop, means
         given = means, allocate, lease, self._lane, self._device, self._reducers.ranks.size
         job = Reducing(names, sent, *given) if coding is None else CodedReducing(names, sent, *given, coding)
         lane.submit(job)
@@ -380,6 +394,14 @@ class Reduction:
             room.leaves(taken_nbytes, job)
         self._under_way.append((job, nbytes))
         return job, means
+
+    def _feed_sums(self, bucket: dict[Unit, dict[int, _Local]], sums: torch.Tensor) -> None:
+        """Add to the sums of a machine what the second hop left out of those before."""
+        start = 0
+        for unit, taken in bucket.items():
+            share = unit.record.shard.numel
+            self._reducers.feed_back_sums(unit, taken, sums[:, start : start + share])
+            start += share
 
     def _begin_momenta(
         self,
@@ -440,6 +462,12 @@ class Reduction:
             nbytes += more
         self.reduce(bucket, into)
         self._add_means(into, wait=True)
+
+
+def _hops_of_sums(lane: CollectiveLane, coding: Coding | None) -> RankGrid | None:
+    """Return how ranks lie on several machines, where what these code of their sums is fed back."""
+    feeds = coding is not None and coding.feeds_back and lane.crossed_nbytes is not None
+    return lane.ranks.grid if feeds else None
 
 
 def _zeros(device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -202,10 +202,11 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for engine in self._engines.values():
-            engine.arrivals.finish_backward()
-        with contextlib.nullcontext() if self.delayed is None else self.delayed.turn():
-            self._step_now()
+        with self.telling_others():
+            for engine in self._engines.values():
+                engine.arrivals.finish_backward()
+            with contextlib.nullcontext() if self.delayed is None else self.delayed.turn():
+                self._step_now()
         return loss
 
     @torch.no_grad()
@@ -278,7 +279,8 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
         """As every torch Optimizer's. A gradient is no value, so that no released parameter is asked."""
         if self.update == "auto":
-            self.check_none_is_dropped(())
+            with self.telling_others():
+                self.check_none_is_dropped(())
         having = self._having_gradients()
         with torch._C.DisableTorchFunctionSubclass():
             for _, one in having if set_to_none else ():

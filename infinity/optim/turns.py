@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+import contextlib
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -56,6 +57,18 @@ class TakingTurns:
                 'step(), and update="auto" has made its update in the backward, as it does where the first '
                 'steps drop none. Use update="forward".'
             )
+
+    @contextlib.contextmanager
+    def telling_others(self) -> Iterator[None]:
+        """Let the other ranks, if there are some, know of an UnsupportedError inside the `with`: they wait
+        for this one, and would else know it as one that does not come.
+        """
+        try:
+            yield
+        except UnsupportedError as error:
+            for engine in self._engines.values():
+                engine.ranks.post_failure(f"{type(error).__name__}: {error}", ends=False)
+            raise
 
     def _parameter(self, key: int) -> nn.Parameter:
         parameters: Iterable[nn.Parameter] = (one for group in self.param_groups for one in group["params"])

@@ -13,29 +13,30 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from types import MappingProxyType
 
 from infinity.errors import HostMemoryError
 from infinity.planning.activations import PeakMoment, Usage, kept_by_budget, peak_moments, usage
-from infinity.planning.budget import Budget, divide, least_budget, least_that, scratch_nbytes
+from infinity.planning.budget import Budget, divide, least_budget, least_that
 from infinity.planning.exchange import Exchanges, Links
 from infinity.planning.forecast import EngineLimits, Moves
-from infinity.planning.layout import RecordSchema, lay_out
 from infinity.planning.offloaded import offloaded_nbytes
 from infinity.planning.outline import Act, Outline, Stage, trace_of
-from infinity.planning.placement import (
-    Candidate,
-    Placement,
-    PlacementBudget,
-    is_of_most_steps,
-    opening,
-    revise,
-)
+from infinity.planning.placement import Placement, opening
 from infinity.planning.plan import Plan, make_plan
+from infinity.planning.planned_tiers import (
+    is_in_place,
+    is_lodged,
+    is_part,
+    is_record,
+    lodged_nbytes,
+    place_fields,
+    without_records,
+)
 from infinity.planning.recomputation import InputTiers
 from infinity.planning.setting import Setting
-from infinity.sizes import format_size, round_up
+from infinity.planning.unit_sizes import UnitSizes, unit_sizes, with_stored
+from infinity.sizes import format_size
 
 Spills = Mapping[int, tuple[tuple[int, int], ...]]
 """Bytes read and written of a gradient in each micro-batch, by unit; the update reads the last."""
@@ -137,69 +138,6 @@ class Demand:
         return EngineLimits(budget.tile_numel, budget.slots, window, outgoing, on_host, update, device)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Bytes of a model's units on one rank."""
-
-    schema: RecordSchema
-    numels: tuple[int, ...]
-    """Elements of this rank's share of each unit, padded."""
-    resident: tuple[int, ...]
-    """Bytes of whole units while resident."""
-    gradient_numels: tuple[int, ...]
-    """Elements of this rank's share of gradients; 0 of what is frozen."""
-    gradients: tuple[int, ...]
-    """Bytes of these at the end of a step, as kept in host memory."""
-    shares: tuple[float, ...]
-    """Of the steps, that use each unit."""
-    holders: tuple[int, ...]
-    """Ranks that have shares of each unit."""
-    second: tuple[int, ...]
-    """Bytes of this rank's second part of each unit, in host memory."""
-    stored: tuple[int, ...]
-    """Likewise, of those on NVMe."""
-    workers: tuple[int, ...]
-    """Bytes of the momenta and errors that this rank has of each unit, beside its state, for 1-bit Adam."""
-
-    def field(self, unit: int, name: str, tile_numel: int) -> int:
-        """Bytes of a field in its extent."""
-        return self.schema.stored_nbytes(name, self.numels[unit], self.schema.span(name, tile_numel))
-
-    def fields(self, names: Sequence[str], tile_numel: int) -> int:
-        """Bytes of some fields of all units."""
-        return sum(self.field(unit, name, tile_numel) for unit in range(len(self.numels)) for name in names)
-
-
-def _sizes(outline: Outline, setting: Setting) -> _Sizes:
-    schema = setting.schema
-    align, wide = schema.align_numel, 4 if setting.micro_batches > 1 else schema.width
-    moves = [part.trainable and not part.idle for part in outline.parts]
-    holders = tuple(setting.holders(part) for part in outline.parts)
-    numels = tuple(
-        -(-part.numel // count) if moving else 0
-        for part, moving, count in zip(outline.parts, moves, holders, strict=True)
-    )
-    wholes = [lay_out([("", shape) for shape in part.shapes], align).numel for part in outline.parts]
-    resident = [0 if part.idle else whole for part, whole in zip(outline.parts, wholes, strict=True)]
-    here = [0 if part.elsewhere else whole for part, whole in zip(outline.parts, wholes, strict=True)]
-    shares = tuple(round_up(-(-whole // count), align) for whole, count in zip(here, holders, strict=True))
-    nbytes = tuple(schema.width * whole for whole in resident)
-    ranks = [Exchanges(setting, schema.width, count) for count in holders]
-    workers = [share if moving else 0 for share, moving in zip(shares, moves, strict=True)]
-    return _Sizes(
-        schema,
-        shares,
-        nbytes,
-        numels,
-        tuple(wide * numel for numel in numels),
-        tuple(part.share for part in outline.parts),
-        holders,
-        tuple(of.second_nbytes(one) for of, one in zip(ranks, nbytes, strict=True)),
-        (0,) * len(nbytes),
-        tuple(of.worker_nbytes(one) for of, one in zip(ranks, workers, strict=True)),
-    )
-
-
 def as_recomputed(outline: Outline, setting: Setting) -> Outline:
     """Return the outline with those blocks recomputed that the setting's method recomputes."""
     if outline.activations is None or setting.method.activation_nbytes is None:
@@ -214,24 +152,25 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     Raises: HostMemoryError, with the smallest host_memory that works, where this one does not.
     """
     outline = as_recomputed(outline, setting)
-    sizes = _sizes(outline, setting)
+    sizes = unit_sizes(outline, setting)
     _check_host(outline, sizes, setting, least_host_nbytes(outline, setting))
     on_gpu = setting.device_nbytes is not None
     budget = divide(setting.rank_host_nbytes, max(sizes.resident), sizes.schema, on_device=on_gpu)
-    sizes = _with_stored(sizes, budget) if setting.nvme else sizes
+    sizes = with_stored(sizes, budget) if setting.nvme else sizes
     budget = replace(budget, total_nbytes=budget.total_nbytes - sum(sizes.second))
     window = budget.ahead_nbytes if setting.device_nbytes is None else setting.device_nbytes
     script = outline.script(micro_batches=setting.micro_batches)
     trace = trace_of(script)
     once = make_plan(trace_of(outline.script()), sizes.resident, window, hides=sizes.resident)
     opens = opening(step.use for step in once.steps)
-    placement = _place(sizes, setting, budget, _fetches(once, len(sizes.numels)), opens)
-    lodged_nbytes, records_nbytes = _lodged_nbytes(sizes, setting, budget, placement)
-    window -= lodged_nbytes
-    of_host = _without_records(sizes, placement)
+    placement = place_fields(sizes, setting, budget, _fetches(once, len(sizes.numels)), opens)
+    living_nbytes, records_nbytes = lodged_nbytes(sizes, setting, budget, placement)
+    window -= living_nbytes
+    of_host = without_records(sizes, placement)
     kept_nbytes = sum(
         sizes.field(*key, budget.tile_numel) for key, tier in placement.items() if tier == "host"
     )
+    kept_nbytes += 0 if setting.nvme else sum(sizes.workers)
     stored = setting.nvme and setting.update != "backward"
     spills = _spills(script, of_host, budget.kept_nbytes - kept_nbytes) if stored else {}
     in_first = _spills(script, sizes, budget.kept_nbytes) if stored else {}
@@ -245,7 +184,7 @@ def demand(outline: Outline, setting: Setting) -> Demand:
         width = sizes.schema.width
         used = usage(outline.activations, setting.method, width, gpu=on_gpu, tiers=tiers)
     offloaded = offloaded_nbytes(used, setting, room)
-    in_place = [_in_place(unit, setting, placement) for unit in range(len(sizes.numels))]
+    in_place = [is_in_place(sizes, setting, placement, unit) for unit in range(len(sizes.numels))]
     in_use = [_in_use(stage, sizes, in_place) for stage in outline.stages]
     gradients_there = _stored_gradients(outline, sizes, setting, in_first)
     return Demand(
@@ -264,7 +203,7 @@ def demand(outline: Outline, setting: Setting) -> Demand:
         gradients_nbytes=sum(sizes.gradients),
         in_use_nbytes=max(in_use),
         moments=tuple(peak_moments(in_use, [stage.recomputed for stage in outline.stages], used)),
-        lodged_nbytes=lodged_nbytes,
+        lodged_nbytes=living_nbytes,
         records_nbytes=records_nbytes,
         second_nbytes=sum(sizes.second),
         in_common_nbytes=_in_common(outline, sizes, setting, budget),
@@ -275,7 +214,7 @@ def demand(outline: Outline, setting: Setting) -> Demand:
 # The smallest budgets
 
 
-def _check_host(outline: Outline, sizes: _Sizes, setting: Setting, least: int) -> None:
+def _check_host(outline: Outline, sizes: UnitSizes, setting: Setting, least: int) -> None:
     """Raises: HostMemoryError where host_memory is too small. least: that works."""
     on_gpu = setting.device_nbytes is not None
     if setting.host_nbytes < least and setting.nvme:
@@ -296,13 +235,13 @@ def least_host_nbytes(outline: Outline, setting: Setting) -> int:
     """Return the smallest host_memory of a machine, in bytes, that Init and AdamW accept: with NVMe what
     moves records at all, without it (to the MiB for each rank) what holds all state and a step's gradients.
     """
-    sizes, on_gpu = _sizes(outline, setting), setting.device_nbytes is not None
+    sizes, on_gpu = unit_sizes(outline, setting), setting.device_nbytes is not None
     if setting.nvme:
         return setting.local_ranks * least_budget(sizes.schema)
     return setting.local_ranks * least_that(partial(_holds, sizes, on_gpu=on_gpu), sizes.schema)
 
 
-def _holds(sizes: _Sizes, total_nbytes: int, *, on_gpu: bool) -> bool:
+def _holds(sizes: UnitSizes, total_nbytes: int, *, on_gpu: bool) -> bool:
     """Whether a host_memory holds a model without NVMe: its weights while it is built, and then everything,
     as checks.check_fits adds it up.
     """
@@ -314,17 +253,6 @@ def _holds(sizes: _Sizes, total_nbytes: int, *, on_gpu: bool) -> bool:
     moments = sizes.fields(sizes.schema.moments, building.tile_numel)
     needed = weights + moments + sum(sizes.gradients) + sum(sizes.second) + sum(sizes.workers)
     return weights <= building.kept_nbytes and needed <= training.kept_nbytes
-
-
-def _with_stored(sizes: _Sizes, budget: Budget) -> _Sizes:
-    """Return the sizes with those second parts on NVMe that host memory has no room for, the last ones."""
-    fit = sum(total <= budget.kept_nbytes for total in accumulate(sizes.second))
-    nothing = (0,) * len(sizes.second)
-    return replace(
-        sizes,
-        second=sizes.second[:fit] + nothing[fit:],
-        stored=nothing[:fit] + sizes.second[fit:],
-    )
 
 
 # What is pinned
@@ -341,76 +269,7 @@ def _fetches(plan: Plan, units: int) -> list[int]:
     return counts
 
 
-def _place(sizes: _Sizes, setting: Setting, budget: Budget, once: Sequence[int], opening: int) -> Placement:
-    """Return what `pins` would put into host memory and on the device after the first step; once: fetches of
-    each unit in one micro-batch, which is all that the engine plans for before it has seen a step. opening:
-    units that open it.
-    """
-    candidates = []
-    for unit, count in enumerate(once):
-        opens = unit < opening and is_of_most_steps(sizes.shares[unit])
-        updates = sizes.shares[unit] * (sizes.gradients[unit] > 0)
-        for name in sizes.schema.fields if updates else sizes.schema.weights:
-            nbytes = sizes.field(unit, name, budget.tile_numel)
-            fetches = sizes.shares[unit] * count * setting.micro_batches - (
-                updates if name in sizes.schema.derived else 0
-            )
-            reads = fetches if name == "hi" else updates
-            whole = updates > 0 and sizes.schema.is_updated_on_device
-            beside = _staying_nbytes(sizes, setting, unit) * (name == sizes.schema.fields[-1])
-            lasts = not updates
-            of_tiers = lasts, True, None, whole, beside, opens
-            candidates.append(Candidate(unit, name, nbytes, reads, updates, *of_tiers))
-    room = 0 if setting.device_nbytes is None or setting.data_ranks > 1 else setting.device_nbytes
-    scratch = scratch_nbytes(room, max(sizes.resident)) if any(one.whole for one in candidates) else 0
-    on_device = max(0, room - 2 * max(sizes.resident))
-    kept = budget.kept_nbytes if setting.nvme else 0
-    gradients = 0 if setting.update == "backward" else min(kept, sum(sizes.gradients))
-    chosen = revise({}, candidates, PlacementBudget(on_device, kept, gradients, scratch)).placement
-    if setting.nvme:
-        return chosen
-    keys = [(unit, name) for unit in range(len(sizes.numels)) for name in sizes.schema.fields]
-    there = {key: tier for key, tier in chosen.items() if tier == "device"}
-    return MappingProxyType({**dict.fromkeys(keys, "host"), **there})
-
-
-def _is_record(sizes: _Sizes, placement: Placement, unit: int) -> bool:
-    """Whether a unit's whole record lives on the device."""
-    fields = sizes.schema.fields
-    return sizes.gradients[unit] > 0 and all(placement.get((unit, name)) == "device" for name in fields)
-
-
-def _staying_nbytes(sizes: _Sizes, setting: Setting, unit: int) -> int:
-    """Return the bytes of a unit's gradients that stay on the device with its record."""
-    return 0 if setting.update == "backward" else sizes.gradients[unit]
-
-
-def _lodged_nbytes(sizes: _Sizes, setting: Setting, budget: Budget, placement: Placement) -> tuple[int, int]:
-    """Return the bytes of all that lives on the device, and of whole records among it, with the gradients
-    that stay there and what updates there need.
-    """
-    copies = records = 0
-    for unit, resident_nbytes in enumerate(sizes.resident):
-        if _is_record(sizes, placement, unit):
-            records += sum(sizes.field(unit, name, budget.tile_numel) for name in sizes.schema.fields)
-            records += _staying_nbytes(sizes, setting, unit)
-        elif placement.get((unit, "hi")) == "device":
-            copies += resident_nbytes
-    scratch = scratch_nbytes(setting.device_nbytes or 0, max(sizes.resident)) if records else 0
-    return copies + records + scratch, records + scratch
-
-
-def _without_records(sizes: _Sizes, placement: Placement) -> _Sizes:
-    """Return the sizes without the gradients of records that live on the device: these never leave it."""
-    there = [_is_record(sizes, placement, unit) for unit in range(len(sizes.numels))]
-    numels, nbytes = (
-        tuple(0 if gone else one for one, gone in zip(values, there, strict=True))
-        for values in (sizes.gradient_numels, sizes.gradients)
-    )
-    return replace(sizes, gradient_numels=numels, gradients=nbytes)
-
-
-def _spills(script: Sequence[Act], sizes: _Sizes, room_nbytes: int) -> Spills:
+def _spills(script: Sequence[Act], sizes: UnitSizes, room_nbytes: int) -> Spills:
     """Return what each micro-batch reads and writes of the gradients that find no room in host memory, in the
     order in which they come: in the type that computes at first, and of 32 bits from the second on, by which
     some have to go that had room. So do those of units that are seldom used, even if there is room.
@@ -437,25 +296,19 @@ def _spills(script: Sequence[Act], sizes: _Sizes, room_nbytes: int) -> Spills:
     return found
 
 
-def _fetched_sizes(sizes: _Sizes, setting: Setting, placement: Placement) -> list[int]:
+def _fetched_sizes(sizes: UnitSizes, setting: Setting, placement: Placement) -> list[int]:
     """Return what the residency plans with: nothing for a unit that is, and is updated, where it computes."""
     fields = sizes.schema.fields
     backward = setting.update == "backward"
 
     def never_fetched(unit: int) -> bool:
-        if placement.get((unit, "hi")) == "device":
+        if is_lodged(sizes, placement, unit):
             return True
-        return _in_place(unit, setting, placement) and (
+        return is_in_place(sizes, setting, placement, unit) and (
             backward or all((unit, name) in placement for name in fields)
         )
 
     return [0 if never_fetched(unit) else nbytes for unit, nbytes in enumerate(sizes.resident)]
-
-
-def _in_place(unit: int, setting: Setting, placement: Placement) -> bool:
-    if setting.device_nbytes is not None:
-        return placement.get((unit, "hi")) == "device"
-    return setting.data_ranks == 1 and (unit, "hi") in placement
 
 
 # What is moved, and what is stored
@@ -463,7 +316,7 @@ def _in_place(unit: int, setting: Setting, placement: Placement) -> bool:
 
 def _moves(
     outline: Outline,
-    sizes: _Sizes,
+    sizes: UnitSizes,
     setting: Setting,
     budget: Budget,
     placement: Placement,
@@ -476,9 +329,9 @@ def _moves(
             if (unit, name) not in placement and (part.trainable or name in sizes.schema.weights)
         }
         of_gradient = spills.get(unit, ())
-        in_place = _in_place(unit, setting, placement)
+        in_place = is_in_place(sizes, setting, placement, unit)
         gathered, again, reduced = _exchanged(sizes, setting, unit)
-        workers = sizes.workers[unit] if setting.nvme else 0
+        workers = sizes.workers[unit] * _exchanges(setting) if setting.nvme else 0
         yield Moves(
             numel=sizes.numels[unit],
             hi_nbytes=away.get("hi", 0),
@@ -491,21 +344,27 @@ def _moves(
             reduced_nbytes=reduced.nbytes,
             coded=_is_coded(sizes, setting, unit),
             in_place=in_place,
-            trainable=part.trainable and not _is_record(sizes, placement, unit),
+            trainable=part.trainable and not is_record(sizes, placement, unit),
             width=sizes.schema.width,
             derived=bool(sizes.schema.derived),
             spills=of_gradient,
             spilled_nbytes=of_gradient[-1][1] if of_gradient else 0,
-            lodged=placement.get((unit, "hi")) == "device",
+            lodged=is_lodged(sizes, placement, unit),
+            part_there=is_part(sizes, placement, unit),
         )
 
 
-def _is_coded(sizes: _Sizes, setting: Setting, unit: int) -> bool:
+def _exchanges(setting: Setting) -> int:
+    """Return how often a step reads and writes what is kept of what ranks send: momenta once."""
+    return setting.micro_batches if setting.error_feedback else 1
+
+
+def _is_coded(sizes: UnitSizes, setting: Setting, unit: int) -> bool:
     """Whether ranks compute with what comes of a unit's coded weights, from which no update can start."""
     return setting.quantized_weights is not None and sizes.holders[unit] > 1
 
 
-def _exchanged(sizes: _Sizes, setting: Setting, unit: int) -> tuple[Links, Links | None, Links]:
+def _exchanged(sizes: UnitSizes, setting: Setting, unit: int) -> tuple[Links, Links | None, Links]:
     """Return what others send of a unit when it is assembled, when it is once more, and when its gradient is
     summed.
     """
@@ -516,7 +375,7 @@ def _exchanged(sizes: _Sizes, setting: Setting, unit: int) -> tuple[Links, Links
 
 def _moved(
     outline: Outline,
-    sizes: _Sizes,
+    sizes: UnitSizes,
     setting: Setting,
     budget: Budget,
     placement: Placement,
@@ -547,15 +406,15 @@ def _moved(
             moved[name, "read"] += nbytes * (reads + again - anew if name == "hi" else 1)
             moved[name, "written"] += nbytes if trainable else 0
         if sizes.workers[unit] and setting.nvme:
-            moved["workers", "read"] += sizes.workers[unit]
-            moved["workers", "written"] += sizes.workers[unit]
+            moved["workers", "read"] += sizes.workers[unit] * _exchanges(setting)
+            moved["workers", "written"] += sizes.workers[unit] * _exchanges(setting)
         if of_gradient := spills.get(unit):
             moved["grad", "read"] += sum(read for read, _ in of_gradient) + of_gradient[-1][1]
             moved["grad", "written"] += sum(written for _, written in of_gradient)
     return MappingProxyType(dict(moved))
 
 
-def _stored(sizes: _Sizes, setting: Setting, budget: Budget) -> int:
+def _stored(sizes: UnitSizes, setting: Setting, budget: Budget) -> int:
     if not setting.nvme:
         return 0
     generations = 2 if setting.durable or setting.speculate else 1
@@ -563,7 +422,7 @@ def _stored(sizes: _Sizes, setting: Setting, budget: Budget) -> int:
     return generations * of_records + sum(sizes.stored)
 
 
-def _stored_gradients(outline: Outline, sizes: _Sizes, setting: Setting, spills: Spills) -> int:
+def _stored_gradients(outline: Outline, sizes: UnitSizes, setting: Setting, spills: Spills) -> int:
     if not setting.nvme:
         return 0
     wide = sizes.schema.width
@@ -573,13 +432,13 @@ def _stored_gradients(outline: Outline, sizes: _Sizes, setting: Setting, spills:
     return sum(wide * sizes.numels[unit] for unit in {*spills, *in_turn})  # each has its turn
 
 
-def _kept_gradients(sizes: _Sizes, setting: Setting, spills: Spills) -> int:
+def _kept_gradients(sizes: UnitSizes, setting: Setting, spills: Spills) -> int:
     if setting.update == "backward":
         return 0
     return sum(nbytes for unit, nbytes in enumerate(sizes.gradients) if unit not in spills)
 
 
-def _in_use(stage: Stage, sizes: _Sizes, in_place: Sequence[bool]) -> int:
+def _in_use(stage: Stage, sizes: UnitSizes, in_place: Sequence[bool]) -> int:
     """Return the bytes of the units that a stage holds at once, with the largest gradient among them; weights
     that compute where they are pinned are counted there.
     """
@@ -589,7 +448,7 @@ def _in_use(stage: Stage, sizes: _Sizes, in_place: Sequence[bool]) -> int:
     return max(own[unit] + sizes.resident[unit] for unit in stage.units)
 
 
-def _in_common(outline: Outline, sizes: _Sizes, setting: Setting, budget: Budget) -> tuple[int, int]:
+def _in_common(outline: Outline, sizes: UnitSizes, setting: Setting, budget: Budget) -> tuple[int, int]:
     """Return the bytes of weights that lie once on a machine: of the stage that uses most, and that wait."""
     if not setting.shared_memory or setting.near(setting.data_ranks) == 1:
         return 0, 0

@@ -20,6 +20,8 @@ _ALIGN = 64
 """Bytes: a second part begins on a line of the caches."""
 _WORKER_NBYTES = 8
 """Of an element: a momentum and an error, in fp32."""
+_ERROR_NBYTES = 4
+"""Of an element: an error, in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +88,16 @@ class Exchanges:
         return round_up(-(-resident // neighbours), _ALIGN) if neighbours and self._holders > 1 else 0
 
     def worker_nbytes(self, share: int) -> int:
-        """Return the bytes of the momenta and errors of 1-bit Adam that a rank has beside a unit's state: of
-        each worker's part, which is a rank's, or of several machines a machine's, whose ranks divide it.
+        """Return the bytes that a rank has beside a unit's state of what it sends. The momenta and errors of
+        1-bit Adam: of each worker's part, which is a rank's, or of several machines a machine's, whose ranks
+        divide it. Errors of codes: of each rank's part, and of several machines of the sums for each.
         """
-        if not self._setting.one_bit or self._holders == 1:
+        if self._holders == 1:
             return 0
-        workers = self._holders if self._machines == 1 else self._machines
-        return _WORKER_NBYTES * workers * share
+        if self._setting.one_bit:
+            workers = self._holders if self._machines == 1 else self._machines
+            return _WORKER_NBYTES * workers * share
+        if self._setting.error_feedback:
+            hops = self._machines if self.near > 1 and self._machines > 1 else 0
+            return _ERROR_NBYTES * (self._holders + hops) * share
+        return 0

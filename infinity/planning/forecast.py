@@ -31,7 +31,7 @@ from infinity.planning.bottleneck import Bound, Load, bound
 from infinity.planning.moments import NOW, Moment, all_of
 from infinity.planning.outline import Act
 from infinity.planning.plan import Plan
-from infinity.planning.queue import Job
+from infinity.planning.queue import NO_FETCH, Job
 from infinity.planning.residence import Residence, Residency
 from infinity.planning.simulated_device import SimulatedDevice
 from infinity.planning.simulator import SERVERS, Clock, Rates, SimulatedLane, SimulatedPass
@@ -85,7 +85,11 @@ class Moves:
     state_fields: int = 3
     """How many fields there are besides `hi`: each of a tile is a request of its own."""
     lodged: bool = False
-    """Whether it lives on the accelerator."""
+    """Whether all of it lives on the accelerator, and a use moves nothing."""
+    part_there: bool = False
+    """Whether this rank's part of its record lives on the accelerator and is updated there, and a use puts
+    the unit together.
+    """
 
     @property
     def computing_nbytes(self) -> int:
@@ -253,7 +257,8 @@ class _Walk(Residency[_Unit, SimulatedPass]):
         """The optimizer's step: where updates wait for the next fetch, they are pending from now on."""
         for act in self._script:
             if act.verb == "gradient" and not self._limits.updates_early(act.unit):
-                self.units[act.unit].pending = True
+                moves = self.units[act.unit].moves
+                self.units[act.unit].pending = moves.trainable or moves.part_there
 
     def start_counting(self) -> None:
         """Forget what was counted before."""
@@ -486,11 +491,34 @@ class _DeviceWalk(_Walk):
         return self._device.fits(unit.moves.waiting_nbytes)
 
     def _gradient(self, unit: _Unit, number: int) -> None:
-        """Let a unit's gradient come; that of a record that lives there is applied there, and stays."""
-        if unit.moves.trainable:
+        """Let a unit's gradient come. That of a record that lives there is applied there, and stays; of a
+        part the ranks' mean does, whose update waits for the next use.
+        """
+        moves, computed = unit.moves, self._device.computing.queued
+        if moves.trainable:
             super()._gradient(unit, number)
+        elif moves.part_there:
+            self._device.take(moves.waiting_nbytes, self._one_gives_way)
+            unit.leaves(self._through_link(moves.reduced_nbytes, computed))
+            self._device.leaves(moves.waiting_nbytes, unit.left)
+            if self._limits.updates_early(unit.index):
+                unit.pending = True
+                self._goes_stale(unit)
         else:
-            self._device.computing.put(unit.moves.numel / self._rates.device_update, unit.arrived)
+            self._device.computing.put(moves.numel / self._rates.device_update, unit.arrived)
+
+    def _begin_fetch(self, unit: _Unit, *, urgent: bool) -> Job:
+        """Bring a unit. One whose part lives there is updated, and put together from all ranks' parts, which
+        the host does not wait for.
+        """
+        if not unit.moves.part_there:
+            return super()._begin_fetch(unit, urgent=urgent)
+        device = self._device
+        if unit.pending:
+            unit.pending = False
+            device.computing.put(unit.moves.numel / self._rates.device_update, unit.left)
+        unit.comes(self._through_link(unit.moves.gathered_nbytes, device.computing.queued))
+        return NO_FETCH
 
     def _bring_gradient(self, unit: _Unit) -> None:
         """Send a unit's gradient, which the ranks sum before, to host memory when it has been computed."""

@@ -47,6 +47,8 @@ class Setting:
     quantized_weights: str | None = None
     quantized_gradients: str | None = None
     """In which type ranks send them: see Config."""
+    error_feedback: bool = False
+    """Whether what codes leave out of gradients is added to the next: see Config."""
     secondary_shard: int = 0
     """Neighbours that keep second parts of weights: see Config; 0: none do."""
     shared_memory: bool = False
@@ -69,6 +71,7 @@ class Setting:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")
         self._check_activations()
         self._check_ranks()
+        self._check_feedback()
         self._check_speculation()
         if self.update not in ("forward", "backward", "auto"):
             raise ConfigError(f'update={self.update!r}: expected "forward", "backward" or "auto"')
@@ -141,6 +144,7 @@ class Setting:
         used = {
             Feature.QUANTIZED_WEIGHTS: ("quantized_weights", self.quantized_weights is not None),
             Feature.QUANTIZED_GRADIENTS: ("quantized_gradients", self.quantized_gradients is not None),
+            Feature.ERROR_FEEDBACK: ("error_feedback", self.error_feedback),
             Feature.SECONDARY_SHARD: ("secondary_shard", self.secondary_shard > 0),
             Feature.SHARED_MEMORY: ("shared_memory", self.shared_memory),
             Feature.ONE_BIT: ("one_bit", self.one_bit),
@@ -150,8 +154,16 @@ class Setting:
             Feature.PIPELINE: ("pipeline_parallel", self.pipeline_parallel > 1),
             Feature.ACCELERATOR: ("device_nbytes", on_gpu),
             Feature.FP32: ("dtype", self.dtype == "fp32"),
+            Feature.FP16: ("dtype", self.dtype == "fp16"),
         }
         return {one: said(name, getattr(self, name)) for one, (name, is_asked) in used.items() if is_asked}
+
+    def _check_feedback(self) -> None:
+        if self.error_feedback and self.quantized_gradients is None:
+            raise ConfigError(
+                "error_feedback without quantized_gradients: nothing is left out of gradients that are sent "
+                "as they are"
+            )
 
     def _check_activations(self) -> None:
         if self.method.offload not in (None, "host", "nvme"):

@@ -511,13 +511,14 @@ class Ranks:
 
     # Failures; see [Note: missing ranks]
 
-    def post_failure(self, why: str) -> None:
-        """Post the reason why this rank does not go on, for ranks that look for it."""
+    def post_failure(self, why: str, *, ends: bool = True) -> None:
+        """Post why this rank does not go on, or, unless it `ends`, may not, for ranks that look for it."""
         with self._lock, contextlib.suppress(Exception):  # the store may have died with its process
             if self.size > 1 and not self._posted:
-                self._posted = True
+                self._posted = ends
                 store().set(f"{self._key}/{self.rank}", why[:2000] or "it failed")
-                store().set(f"{self._key} failed", "")
+                if ends:
+                    store().set(f"{self._key} failed", "")
 
     def have_failed(self) -> bool:
         """Whether any rank has posted a failure."""

@@ -75,6 +75,31 @@ def why_no_room() -> str:
     return "" if limit == resource.RLIM_INFINITY else f"RLIMIT_FSIZE={limit} (ulimit -f)"
 
 
+def why_not_here() -> str:
+    """Return why this process could have no memory in common with others of its machine; nothing where it
+    could: what would pass between two of them passes from this one to itself.
+    """
+    if not has_nameless_memory():
+        return "this system makes no files in memory (memfd_create)"
+    if limit := why_no_room():
+        return limit
+    try:
+        memory = SharedMemory(_made(PAGE), PAGE)
+        with contextlib.closing(memory), contextlib.ExitStack() as opened:
+            listening = opened.enter_context(_listens(secrets.token_hex(16).encode(), 1))
+            peer = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            peer.settimeout(_PEER_S)
+            peer.connect(listening.getsockname())
+            memory.send(opened.enter_context(listening.accept()[0]))
+            _, descriptors, _, _ = socket.recv_fds(peer, 1, 1)
+            with contextlib.closing(SharedMemory(descriptors[0], PAGE)) as other:
+                memory.part(0, 1)[0] = b"!"
+                seen = other.private(0, PAGE)[0] == b"!"
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    return "" if seen else "what one process writes another does not see"
+
+
 def place_number() -> int:
     """Return a number of 63 bits: processes with the same one reach each other's sockets and memory. They run
     on one kernel, in one network namespace, as one user.
@@ -225,8 +250,12 @@ def _made(nbytes: int) -> int:
 
 def _listens(name: bytes, most: int) -> socket.socket:
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listening.bind(b"\0infinity-" + name)
-    listening.listen(most)
+    try:
+        listening.bind(b"\0infinity-" + name)
+        listening.listen(most)
+    except BaseException:
+        listening.close()
+        raise
     return listening
 
 

@@ -47,18 +47,27 @@ def mean_over_ranks(
     rows: Sequence[Tensor], bits: int, machines: int = 1, errors: Sequence[Tensor] = ()
 ) -> Tensor:
     """Return the mean over all ranks of a parameter's gradients, of the same type; of so many machines, which
-    the ranks fill one after the other. errors: what was left out of each rank's gradients before, in fp32,
-    which is added to them and replaced by what is left out now; none: it is lost.
+    the ranks fill one after the other. errors: what was left out of each rank's gradients before, and behind
+    these, of several machines, of the sums of each, in fp32, which is added to them and replaced by what is
+    left out now; none: it is lost.
     """
     near = len(rows) // machines
-    given = [row.float() + error for row, error in zip(rows, errors, strict=True)] if errors else rows
+    came = _as_sent_with(rows, bits, errors[: len(rows)])
+    sums = [_sum(came[first : first + near]) for first in range(0, len(rows), near)]
+    total = _sum(_as_sent_with(sums, bits, errors[len(rows) :])) if machines > 1 else sums[0]
+    return (total / torch.full_like(total, float(len(rows)))).to(rows[0].dtype)
+
+
+def _as_sent_with(rows: Sequence[Tensor], bits: int, errors: Sequence[Tensor]) -> list[Tensor]:
+    """Return what comes of values and their errors, if there are some, which become what is left out now."""
+    if not errors:
+        return [as_sent(one, bits) for one in rows]
+    given = [row.float() + error for row, error in zip(rows, errors, strict=True)]
     came = [as_sent(one, bits) for one in given]
-    for one, sent, error in zip(given, came, errors, strict=True) if errors else ():
+    for one, sent, error in zip(given, came, errors, strict=True):
         left = one - sent
         error.copy_(torch.where(left.isfinite(), left, error))
-    sums = [_sum(came[first : first + near]) for first in range(0, len(rows), near)]
-    total = _sum([as_sent(one, bits) for one in sums]) if machines > 1 else sums[0]
-    return (total / torch.full_like(total, float(len(rows)))).to(rows[0].dtype)
+    return came
 
 
 def _sum(rows: Sequence[Tensor]) -> Tensor:

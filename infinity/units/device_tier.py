@@ -6,9 +6,9 @@ A unit that is lodged keeps a copy of `hi` there, whose original is below, until
 record that lives there has all of its fields there and nowhere else: it is used in place, and updated there
 (see device_updates). Its gradients stay there, too, until they are applied. It comes up and goes down between
 steps, by passes of the lane, while nobody uses it. Where torch has no memory for it, it stays below, and no
-more lives there from then on than did; of several ranks none brings up what another has no memory for. Should
-units in use take more than their share, one record after the other leaves in the middle of a step, and the
-room for such records is less from then on.
+more lives there from then on than did. Of several ranks none brings up what another uses, or has no room or
+memory for: each says so before anything comes up. Should units in use take more than their share, one record
+after the other leaves in the middle of a step, and the room for such records is less from then on.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from infinity.lane.lane import StreamLane
 from infinity.lane.passes import LeavePass
 from infinity.planning.budget import DeviceBudget, scratch_nbytes
 from infinity.planning.placement import opening
+from infinity.ranks.group import Ranks
 from infinity.sizes import format_size
 from infinity.storage.store import Extent, TensorStore
 from infinity.units.device_updates import DeviceUpdates
@@ -62,14 +63,14 @@ class DeviceTier:
         budget: DeviceBudget,
         lane: StreamLane,
         records: Records | None,
-        least: Callable[[int, str], int] = lambda number, _: number,
+        ranks: Ranks,
     ) -> None:
-        """Begin with nobody living there. records: None where whole records do not. least: returns the
-        smallest number of all ranks that share the units; all of them call it.
+        """Begin with nobody living there. records: None where whole records do not. ranks: that share the
+        units.
         """
         self.budget = budget
         self._residency, self._room, self._lane = residency, room, lane
-        self._records, self._least = records, least
+        self._records, self._ranks = records, ranks
         self._lodgers: frozenset[Unit] = frozenset()
         self._closed = self._resting = False
         self._full_nbytes: int | None = None
@@ -144,30 +145,23 @@ class DeviceTier:
     # Whole records
 
     def _raise(self, units: Sequence[Unit]) -> None:
-        """Bring records to the device, as far as there is room now, on all ranks."""
+        """Bring records to the device, as far as there is room now, on all ranks, which have the same units
+        there: see [Note: what lives on the device].
+        """
         if self._records is None or not units:
             return
         there = {one for one in self._residency.units if one.record.nbytes("device")}
         rising: list[tuple[Unit, dict[str, Extent]]] = []
         failed = False
-        for unit in units:
-            if unit.residence.users:
-                continue
-            missing = [name for name in unit.record.fields if not unit.record.in_device(name)]
-            scratch_nbytes = 0 if self._records.updates.is_open else self.scratch_nbytes
-            if not self._room.fits(_fields_nbytes(unit) + scratch_nbytes):
-                continue
-            full, with_it = self._full_nbytes, {*there, unit, *(one for one, _ in rising)}
-            if full is not None and self._living_nbytes(with_it) > full:
-                continue
-            extents = self._allocate(self._records, unit, missing)
+        for unit in self._agreed(units, there):
+            extents = self._allocate(self._records, unit, _missing(unit))
             if extents is None:
                 failed = True
                 break
             self._residency.flush(unit)
             self._residency.evict(unit)
             rising.append((unit, extents))
-        on_all = self._least(len(rising), "raise records to the device")
+        on_all = self._ranks.least(len(rising), "raise records to the device")
         failed = failed or on_all < len(rising)
         for _, extents in rising[on_all:]:  # another rank has no memory for its part
             for extent in extents.values():
@@ -182,6 +176,26 @@ class DeviceTier:
         ]
         self._await(jobs)
         self._release_scratch()
+
+    def _agreed(self, units: Sequence[Unit], there: Collection[Unit]) -> list[Unit]:
+        """Return those of these units that no rank uses, and that each has room for, beside the records that
+        are `there`. Every rank calls it, with the same units.
+        """
+        refused: list[int] = []
+        more: list[Unit] = []
+        taken = 0 if self._records is None or self._records.updates.is_open else self.scratch_nbytes
+        for unit in units:
+            nbytes, full = taken + _fields_nbytes(unit), self._full_nbytes
+            lacks = full is not None and self._living_nbytes({*there, *more, unit}) > full
+            if unit.residence.users or lacks or not self._room.fits(max(0, nbytes)):
+                refused.append(unit.index)
+                continue
+            more.append(unit)
+            leaves = unit.residence.fetch is not None and not unit.in_place  # it makes room by coming up
+            taken = nbytes - leaves * self._nbytes(unit)
+        count = len(self._residency.units)
+        by_any = set(self._ranks.union(refused, count, "find room for records on the device"))
+        return [unit for unit in units if unit.index not in by_any]
 
     def _living_nbytes(self, records: Collection[Unit]) -> int:
         """Return the bytes that these records take there, with what belongs to them, and all lodged units."""
@@ -282,3 +296,8 @@ def _fields_nbytes(unit: Unit) -> int:
 def lives_on_device(unit: Unit) -> bool:
     """Whether a unit is on the device, and stays there."""
     return unit.record.on_device or (unit.residence.lodged and unit.residence.processed)
+
+
+def _missing(unit: Unit) -> list[str]:
+    """Return the fields of a record that are not on the device."""
+    return [name for name in unit.record.fields if not unit.record.in_device(name)]

@@ -49,17 +49,16 @@ def share_buffers(modules: Iterable[tuple[str, nn.Module]], ranks: Ranks, timeou
         if ranks.rank == ranks.near[0]:
             ctypes.memmove(memory.address + offset, _buffer(places).data_ptr(), nbytes)
         offset += round_up(nbytes, PAGE)
-    ranks.agree("share buffers")
-    offset = 0
-    for places, nbytes in zip(same, sizes, strict=True):
+    starts = [sum(round_up(size, PAGE) for size in sizes[:number]) for number in range(len(sizes))]
+    with ranks.together("sharing buffers"):  # which all have, or none has
+        shown = [memory.private(*one, forks=True) for one in zip(starts, sizes, strict=True)]
+    for places, seen in zip(same, shown, strict=True):
         old = _buffer(places)
-        seen = memory.private(offset, nbytes, forks=True)
         with torch.inference_mode(mode=False), torch.no_grad():
             new = torch.frombuffer(seen, dtype=old.dtype, count=old.numel()).view(old.shape)
         new.__dict__.update(old.__dict__)  # that it is an nn.Buffer, and marks of the program's
         for module, key in places:
             module._buffers[key] = new  # noqa: SLF001 - register_buffer would forget whether it is saved
-        offset += round_up(nbytes, PAGE)
     memory.close()
     return sum(sizes)
 

@@ -292,6 +292,14 @@ class MachineUnits:
         self._releases.close()
 
 
+def needs_of(units: Sequence[Unit]) -> tuple[int, int]:
+    """Return the bytes of memory that two places of each of these units take, without what ranks note of
+    them, and how many units have some.
+    """
+    sizes = [round_up(unit.resident_nbytes, PAGE) for unit in units if unit.resident_nbytes]
+    return 2 * sum(sizes), len(sizes)
+
+
 def open_machine_units(ranks: Ranks, units: Sequence[Unit], blocks: Blocks, timeout_s: float) -> MachineUnits:
     """Let units become resident in memory that the ranks of a machine share. Every rank calls it, with the
     same units. blocks: has the memory that a rank needs for itself.

@@ -21,6 +21,7 @@ def moves_of(unit: Unit) -> Moves:
         unit.window_nbytes,
         in_place=unit.in_place,
         trainable=unit.trainable and not unit.record.on_device,
+        part_there=unit.record.on_device and unit.in_parts,
         width=unit.record.schema.width,
         derived=bool(unit.record.schema.derived),
         state_fields=len(stored),

@@ -196,6 +196,12 @@ def test_a_gpu_that_torch_was_not_built_for_is_named(folder, monkeypatch, tmp_pa
     assert "bf16 on this CPU" not in told or fix
 
 
+def test_it_says_whether_ranks_may_share_memory_here_or_why_not(folder, monkeypatch):
+    assert found(folder)["several ranks"].found == "may share memory, where the CPU computes"
+    monkeypatch.setattr(doctor, "why_not_here", lambda: "PermissionError: no sockets")
+    assert found(folder)["several ranks"].found == "share no memory here: PermissionError: no sockets"
+
+
 def test_few_open_files_are_warned_of(folder, monkeypatch):
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, 256))
     told = found(folder)["open files limit"]

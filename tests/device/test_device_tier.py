@@ -214,3 +214,47 @@ def test_where_a_step_is_one_kernel_no_memory_of_the_device_is_for_intermediate_
     assert stats(model).device_nbytes == 4 * simulated_tiers.RECORD_NBYTES
     found = model.state_dict()
     assert all(torch.equal(found[key], value) for key, value in plain.state_dict().items())
+
+
+# Several ranks, of which the others are what they say
+
+
+def records_there(folder, monkeypatch, refused_elsewhere=(), free=None):
+    """Train, with another rank that has no room for some records, and with so many bytes `free` on this
+    one for records when the first step is decided; return whose records live there, and which of them this
+    one refused first.
+    """
+    model, said = built(folder), []
+    engine = engine_of_model(model)
+
+    def union(refused, count, what):
+        assert (count, what) == (4, "find room for records on the device")
+        said.append(list(refused))
+        return sorted({*refused, *refused_elsewhere})
+
+    monkeypatch.setattr(engine.ranks, "union", union)
+    optimizer, ledger = AdamW(model.parameters(), update="backward"), engine.device.room.ledger
+    model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
+    taken = 0 if free is None else ledger.limit_nbytes - 4 * 512 - free
+    ledger.reserve_anyway(taken)
+    optimizer.step()
+    ledger.release(taken)
+    there = [unit for unit in engine.units if unit.record.on_device]
+    held = sum(unit.record.nbytes("device") for unit in there) + engine.tier.scratch_nbytes * bool(there)
+    waiting = ledger.held_nbytes - 4 * 512 - held  # for the next step, as far as there was room: no records
+    assert waiting in {LAYER * number for number in range(5 - len(there))}
+    return [unit.index for unit in there], said[0]
+
+
+def test_what_another_rank_has_no_room_for_stays_below_on_this_one_and_nothing_is_held_for_it(
+    folder, late, monkeypatch
+):
+    late.free = 64 << 20
+    assert records_there(folder, monkeypatch, refused_elsewhere=[1, 3]) == ([0, 2], [])
+
+
+def test_a_rank_says_which_records_it_has_no_room_for_before_any_comes_up(folder, late, monkeypatch):
+    late.free = 64 << 20
+    scratch = 11 * LAYER  # for intermediate values
+    free = 2 * simulated_tiers.RECORD_NBYTES + scratch
+    assert records_there(folder, monkeypatch, free=free) == ([0, 1], [2, 3])

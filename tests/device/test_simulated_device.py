@@ -176,6 +176,15 @@ def test_of_several_ranks_what_has_room_on_their_devices_lives_there():
         assert one["uploaded"][SETTLED:] == [0] * len(one["uploaded"][SETTLED:])
 
 
+@pytest.mark.slow
+def test_of_several_ranks_what_a_plan_lets_live_on_their_devices_does():
+    cases = {name: f"2 ranks, on the device, {name}, at once" for name in simulated_ranks.TIER}
+    for name, ranks in simulated.results(*cases.values()).items():
+        for one in ranks:
+            assert one["there"] == one["planned"]["units"] != [], name
+            assert one["on_device"] == pytest.approx(one["planned"]["nbytes"], rel=0.01), name
+
+
 # The device as a tier
 
 

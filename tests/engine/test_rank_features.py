@@ -60,6 +60,20 @@ def decide(ranks=None, device=HOST, **fields):
     return decided.rank_features(settings(**fields), ranks or Ranks(), device)
 
 
+@pytest.fixture(autouse=True)
+def trial(monkeypatch):
+    """What trying memory in common says: nothing is in its way, unless a test says otherwise."""
+    found = types.SimpleNamespace(why="", tried=0)
+
+    def tried(_ranks, timeout_s):
+        assert timeout_s == 600.0
+        found.tried += 1
+        return found.why
+
+    monkeypatch.setattr(decided, "why_not_together", tried)
+    return found
+
+
 @pytest.fixture
 def said(caplog):
     caplog.set_level(logging.INFO, "infinity")
@@ -93,6 +107,10 @@ def test_the_smallest_bucket_of_all_ranks_is_taken():
         ([{"shared_memory": False}], {}, "rank 0: shared_memory='auto'; rank 1: shared_memory=False"),
         ([{"secondary_shard": 2}, {}], {}, "rank 1: secondary_shard=2; rank 2: secondary_shard=None"),
         ([{"stage": 1}], {}, "rank 0: stage=3; rank 1: stage=1"),
+        ([{"dtype": "fp32"}], {}, 'rank 0: dtype="bf16"; rank 1: dtype="fp32"'),
+        ([{"master_dtype": "fp24"}], {}, "rank 0: master_dtype='fp32'; rank 1: master_dtype='fp24'"),
+        ([{"state_dtype": "int8"}], {}, "rank 0: state_dtype='fp32'; rank 1: state_dtype='int8'"),
+        ([{"units": "block"}], {}, "rank 0: units='module'; rank 1: units='block'"),
         (
             [{"expert_parallel": 2, "quantized_gradients": "int8"}],
             {},
@@ -165,9 +183,10 @@ def test_one_rank_is_told_what_it_does_not_do(fields, told, said):
 # Memory in common
 
 
-def test_ranks_of_one_machine_share_its_memory_by_themselves_and_say_so(said):
+def test_ranks_of_one_machine_share_its_memory_by_themselves_and_say_so(said, trial):
     found = decide()
-    assert (found.in_common, found.memory) == (True, "chosen: one machine's CPUs")
+    assert (found.in_common, found.asked, found.memory) == (True, False, "chosen: one machine's CPUs")
+    assert trial.tried == 1
     (message,) = said(logging.INFO)
     assert "shared_memory=False" in message
 
@@ -191,6 +210,24 @@ def test_ranks_that_would_not_gain_or_cannot_share_none_and_say_why(ranks, devic
     found = decide(ranks, device, **fields)
     assert (found.in_common, found.memory) == (False, why)
     assert not said()
+
+
+def test_ranks_that_have_tried_it_in_vain_share_none_and_all_say_why(said, trial):
+    trial.why = "PermissionError: [Errno 1] no sockets here"
+    found = decide()
+    assert (found.in_common, found.memory) == (False, f"tried in vain: {trial.why}")
+    (message,) = said()
+    assert message == (
+        f"ranks share no memory: tried, and {trial.why}. Config(shared_memory=False) does not try"
+    )
+
+
+def test_nothing_is_tried_where_it_is_asked_for_or_excluded(trial):
+    assert decide(shared_memory=True).asked
+    decide(shared_memory=False)
+    decide(Ranks([1, 1, 2, 2]))
+    decide(stage=1)
+    assert trial.tried == 0
 
 
 def test_a_number_of_neighbours_that_comes_to_nothing_excludes_nothing():

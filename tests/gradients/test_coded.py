@@ -10,6 +10,7 @@ import torch
 from infinity import kernels
 from infinity.device.device import CpuDevice
 from infinity.gradients.coded import CodedGathering, CodedReducing, ShareAside
+from infinity.gradients.coded_hops import CodedBetween, CodedSums
 from infinity.gradients.coding import Coding
 from infinity.gradients.collectives import Assembly
 from infinity.gradients.gather_buckets import GatherBuckets
@@ -189,3 +190,28 @@ def test_a_layer_in_fp32_is_sent_as_it_is():
     buckets = GatherBuckets(LANE, CpuDevice(), OutgoingShare(CpuDevice(), Timeline()), 1 << 20, Coding(8))
     assert buckets.codes(Unit(0))
     assert not buckets.codes(Unit(0, dtype=torch.float32))
+
+
+def test_sums_of_a_machine_are_shown_before_they_are_coded_for_the_others():
+    """Rank 0 of four, two of which are on each machine; between the hops something is added to its sums."""
+    coding, numel, grid = Coding(4), 1024, RankGrid(2, 2)
+    grads = torch.randn(4, 4, numel)  # of each rank, for each rank
+
+    def coded_as(values):
+        row = torch.empty(coding.share_nbytes(numel), dtype=torch.uint8)
+        coding.encode(values, numel, 0, row.data_ptr())
+        return row
+
+    near = [torch.cat([coded_as(grads[rank][to]) for rank in (0, 1)]) for to in (0, 2)]
+    job = CodedSums("a", grads[0].flatten(), [numel], take, coding, grid, LANE)
+    job.run(OfOthers(4, 0, near, machines=2))
+    own, for_other = (codes.as_sent(grads[0][to], 4) + codes.as_sent(grads[1][to], 4) for to in (0, 2))
+    assert torch.equal(job.sums, torch.stack([own, for_other]))
+    assert job.nbytes == 4 * coding.share_nbytes(numel)
+    fed, came = job.sums + 0.25, codes.as_sent(grads[2][0], 4) + codes.as_sent(grads[3][0], 4)
+    mean, ended = torch.empty(numel), []
+    lease = types.SimpleNamespace(end=lambda: ended.append(True))
+    between = CodedBetween("a", fed, [mean], take, lease, coding, 4, LANE)
+    between.run(OfOthers(4, 0, [torch.cat([coded_as(fed[0]), coded_as(came)])], machines=2))
+    assert torch.equal(mean, (codes.as_sent(fed[0], 4) + codes.as_sent(came, 4)) / 4)
+    assert (between.nbytes, ended) == (0, [True]), "its bytes count with the sums"

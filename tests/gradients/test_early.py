@@ -8,6 +8,7 @@ import torch
 import infinity
 from deep import LAYERS, WIDTH, Deep
 from infinity import AdamW, UnsupportedError, stats
+from infinity.engine.engine import engine_of_model
 from infinity.gradients import early
 from infinity.planning.split import HalfStep, UpdateSplit
 from infinity.reference import ReferenceAdamW
@@ -157,6 +158,23 @@ def test_a_gradient_dropped_too_late_for_an_update_that_is_made_is_an_error(fold
     dropped(both.model, None)
     with pytest.raises(UnsupportedError, match=r"layers\.2.*its gradient was dropped"):
         both.optimizer.step()
+
+
+@pytest.mark.usefixtures("half")
+def test_other_ranks_are_told_why_this_one_stops(folder, monkeypatch):
+    both, told = Both(folder), []
+    for number in range(3):
+        both.step(number)
+    both.backward(3)
+    ranks = engine_of_model(both.model).ranks
+    monkeypatch.setattr(ranks, "post_failure", lambda why, *, ends: told.append((why, ends)))
+    for call in (both.optimizer.zero_grad, lambda: (dropped(both.model, None), both.optimizer.step())):
+        with pytest.raises(UnsupportedError, match="its gradient was dropped"):
+            call()
+        why, ends = told.pop()
+        assert why.startswith("UnsupportedError: ")
+        assert "its gradient was dropped between the backward and step()" in why
+        assert not ends, "a program that catches it may go on"
 
 
 @pytest.mark.usefixtures("half")

@@ -11,6 +11,7 @@ from infinity.cli import presets
 from infinity.engine.engine import engine_of_model
 from infinity.errors import ConfigError, HostMemoryError
 from infinity.planning.architectures import llama
+from infinity.planning.budget import scratch_nbytes
 from infinity.planning.capacity import Capacity, needs
 from infinity.planning.demand import demand, least_host_nbytes
 from infinity.planning.outline import trace_of
@@ -224,6 +225,42 @@ def test_whole_records_live_on_a_device_as_far_as_it_has_room_and_move_nothing(u
         assert one.lodged_nbytes < one.setting.device_nbytes
 
 
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_of_several_ranks_each_ones_parts_live_on_its_device_and_a_use_puts_units_together(update):
+    below = {"ranks": 4, "local_ranks": 4, "update": update}
+    none, some, all_ = (
+        demand(OUTLINE, Setting(4 * MIB, device_nbytes=nbytes, **below))
+        for nbytes in (1 * MIB, 3 * MIB, 64 * MIB)
+    )
+    assert none.records_nbytes < some.records_nbytes < all_.records_nbytes == all_.lodged_nbytes
+    assert all_.read_nbytes == all_.written_nbytes == all_.kept_gradients_nbytes == 0
+    assert none.read_nbytes > some.read_nbytes > 0
+    for moves in all_.units:
+        assert moves.part_there
+        assert not any((moves.trainable, moves.in_place, moves.lodged))
+        assert moves.waiting_nbytes == moves.gathered_nbytes * 4 // 3 > 0
+    own = sum((12 + 2) * moves.numel for moves in all_.units)  # with the mean of gradients
+    largest = max(moves.waiting_nbytes for moves in all_.units)
+    assert all_.records_nbytes == own + scratch_nbytes(64 * MIB, largest)
+    assert all_.in_use_nbytes == none.in_use_nbytes, "what is in use is put together all the same"
+
+
+def test_of_several_ranks_frozen_weights_live_whole_on_every_device():
+    frozen = replace(OUTLINE, parts=tuple(replace(part, trainable=False) for part in OUTLINE.parts))
+    need = demand(frozen, Setting(4 * MIB, device_nbytes=64 * MIB, ranks=4, local_ranks=4))
+    assert (need.read_nbytes, need.records_nbytes) == (0, 0)
+    assert need.lodged_nbytes == demand(frozen, Setting(4 * MIB, device_nbytes=64 * MIB)).lodged_nbytes > 0
+    assert all(moves.lodged and moves.in_place and not moves.part_there for moves in need.units)
+
+
+def test_what_lives_on_devices_of_ranks_does_not_depend_on_the_room_of_their_hosts():
+    def there(host_nbytes):
+        setting = Setting(host_nbytes, device_nbytes=3 * MIB, ranks=4, local_ranks=4)
+        return [key for key, tier in demand(OUTLINE, setting).placement.items() if tier == "device"]
+
+    assert there(2 * MIB) == there(256 * MIB) != []
+
+
 def test_the_record_of_the_embedding_lives_on_a_device_before_those_of_layers():
     def there(device_nbytes):
         placed = demand(OUTLINE, Setting(MIB, device_nbytes=device_nbytes, update="backward")).placement
@@ -284,3 +321,25 @@ def test_weights_in_use_lie_once_on_a_machine_whose_ranks_have_memory_in_common(
     (own, *_), (common, *_) = needs(plain, Capacity()), needs(shared, Capacity())
     assert own.nbytes - common.nbytes == 3 * (used + waiting)
     assert [one.gathered_nbytes for one in shared.units] == [0] * len(shared.units)
+
+
+def test_errors_of_codes_lie_where_the_state_lies_and_each_sum_of_gradients_reads_and_writes_them():
+    below = {"ranks": 4, "local_ranks": 2, "quantized_gradients": "int4"}
+    for micro in (1, 3):
+        plain, fed = (
+            demand(OUTLINE, Setting(2 << 20, micro_batches=micro, error_feedback=on, **below))
+            for on in (False, True)
+        )
+        more = fed.nvme_nbytes - plain.nvme_nbytes
+        assert more == pytest.approx(4 * (4 + 2) * OUTLINE.parameters / 4, rel=0.03)
+        assert fed.moved["workers", "read"] == fed.moved["workers", "written"] == micro * more
+    without = [
+        demand(OUTLINE, Setting(256 * MIB, nvme=False, error_feedback=on, **below)).pinned_nbytes
+        for on in (False, True)
+    ]
+    assert without[1] - without[0] == more
+    least = [
+        least_host_nbytes(OUTLINE, Setting(MIB, nvme=False, error_feedback=on, **below))
+        for on in (False, True)
+    ]
+    assert least[1] > least[0] + more

@@ -65,6 +65,13 @@ def test_a_worker_has_a_momentum_and_an_error_of_every_part():
     assert of(4, 4).worker_nbytes(SHARE) == of(1, 1, one_bit=True).worker_nbytes(SHARE) == 0
 
 
+def test_errors_are_kept_of_every_ranks_part_and_of_several_machines_of_the_sums_for_each():
+    fed = {"quantized_gradients": "int4", "error_feedback": True}
+    assert of(4, 4, **fed).worker_nbytes(SHARE) == of(4, 1, **fed).worker_nbytes(SHARE) == 4 * 4 * SHARE
+    assert of(4, 2, **fed).worker_nbytes(SHARE) == 4 * (4 + 2) * SHARE
+    assert of(1, 1, **fed).worker_nbytes(SHARE) == 0
+
+
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
@@ -72,6 +79,11 @@ def test_a_worker_has_a_momentum_and_an_error_of_every_part():
         ({"secondary_shard": 2, "shared_memory": True}, "shared_memory=True with secondary_shard=2"),
         ({"one_bit": True, "quantized_gradients": "int8"}, "one_bit=True with quantized_gradients='int8'"),
         ({"one_bit": True, "dtype": "fp16"}, "one_bit with dtype='fp16'"),
+        ({"error_feedback": True}, "error_feedback without quantized_gradients"),
+        (
+            {"error_feedback": True, "quantized_gradients": "int8", "dtype": "fp16"},
+            'error_feedback=True with dtype="fp16"',
+        ),
         ({"one_bit": True, "device_nbytes": 1 << 20}, "one_bit=True with device_nbytes=1048576"),
         ({"shared_memory": True, "expert_parallel": 2}, "shared_memory=True with expert_parallel=2"),
     ],

@@ -161,14 +161,28 @@ def test_what_lives_there_is_not_uploaded_again():
     assert (told.seconds, told.busy_s["up"]) == (4.0, 0.0)
 
 
-def test_a_record_that_lives_there_is_updated_there_and_its_gradient_stays():
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_a_record_that_lives_there_is_updated_there_and_its_gradient_stays(update):
     told, updated = (
-        on_h200(4096, trainable=True, update="backward", room=room, device_update=rate)
+        on_h200(4096, trainable=True, update=update, room=room, device_update=rate)
         for room, rate in ((1 << 40, 1e15), (1 << 40, 1e9))
     )
     assert told.busy_s["up"] == told.busy_s["down"] == told.busy_s["work"] == 0
     numel = sum(part.numel for part in DENSE.parts)
     assert updated.seconds - told.seconds == pytest.approx(numel / 1e9, rel=0.02)
+
+
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_parts_that_live_on_the_devices_of_ranks_go_over_the_link_between_them_alone(update):
+    numel, link = sum(part.numel for part in DENSE.parts), 1e12
+    told, updated = (
+        on_h200(4096, ranks=4, trainable=True, update=update, room=1 << 40, link=link, device_update=rate)
+        for rate in (1e15, 1e9)
+    )
+    assert told.busy_s["up"] == told.busy_s["down"] == told.busy_s["work"] == 0
+    once = 2 * numel * 3 / 4  # what others have; at least one use gathers that, and one sum brings as much
+    assert 2 * once <= told.busy_s["link"] * link <= 4.01 * once
+    assert updated.seconds - told.seconds == pytest.approx(numel / 4 / 1e9, rel=0.02)
 
 
 def test_launching_counts_only_where_it_takes_longer_than_computing():
@@ -213,11 +227,11 @@ DENSE = llama("dense", 6, 8192, 28672, 32000)
 """Six blocks of a model of 70 G parameters."""
 
 
-def on_h200(tokens, *, trainable, update="forward", room=4 << 30, **more):
+def on_h200(tokens, *, trainable, update="forward", room=4 << 30, ranks=1, **more):
     """A step on an H200's figures, with all state in host memory but for `room` on the GPU."""
     parts = tuple(replace(part, trainable=trainable) for part in DENSE.parts)
     outline = replace(DENSE, parts=parts)
-    need = demand(outline, Setting(1 << 40, device_nbytes=room, update=update))
+    need = demand(outline, Setting(1 << 40, device_nbytes=room, update=update, ranks=ranks))
     script = outline.script(tokens, min(tokens, 4096))
     seconds = sum(act.amount for act in script) / H200.compute
     link = {"up": H200.reached_link, "down": H200.reached_link, "launch_s": LAUNCH_S, "use_s": USE_S}

@@ -53,6 +53,7 @@ FED = [
     "again",
     "int8 state",
     "durable",
+    "loaded",
 ]
 """Likewise, with error feedback."""
 
@@ -69,8 +70,9 @@ def assert_as_reference(given, cases):
 
 @pytest.mark.multi
 def test_ranks_train_as_one_process_that_codes_and_gathered_has_the_masters_halves(tmp_path):
-    given = answers(tmp_path, 2, ["layers, int4", "feedback", "gathered", "other gradients"])
-    assert_as_reference(given, ["layers, int4", "feedback", "gathered"])
+    cases = ["layers, int4", "feedback", "feedback, loaded", "gathered"]
+    given = answers(tmp_path, 2, [*cases, "other gradients"])
+    assert_as_reference(given, cases)
     for one in given:
         ratios = one["layers, int4"]["ratios"]
         assert ratios["gather"] <= INT8

@@ -57,11 +57,19 @@ def assert_beside_plain(one, machines=1):
 
 
 def test_two_ranks_send_no_weights_and_train_the_same_bits_and_leave_nothing(tmp_path):
-    given = answers(tmp_path, 2, ["beside plain", "by itself", "kept views", "buffers", "other settings"])
+    cases = ["beside plain", "by itself", "refused on one", "kept views", "buffers", "other settings"]
+    given = answers(tmp_path, 2, cases)
     for one in given:
         assert_beside_plain(one["beside plain"])
         assert one["by itself"]["said"].startswith("chosen")
         assert one["by itself"]["shared"] > 0 == one["by itself"]["exchanged"]["gather"]
+        assert one["refused on one"] == {
+            **one["refused on one"],
+            "different": [],
+            "shared": 0,
+            "said": "not possible: planted",
+            "left": [],
+        }
         assert one["kept views"] == {**one["kept views"], "wrong": []}
         assert one["buffers"] == {**one["buffers"], "wrong": [], "left": []}
         assert "rank 0: shared_memory=True; rank 1: shared_memory=False" in one["other settings"]["said"]
@@ -163,3 +171,13 @@ def test_a_rank_whose_batches_have_ended_is_named_with_its_steps(tmp_path):
     waiting, ended = (one["fewer batches"]["said"] for one in answers(tmp_path, 2, ["fewer batches"]))
     assert ended == "none"
     assert "rank 1 has begun 2 forwards, this rank 3: it may have had fewer batches" in waiting
+
+
+@pytest.mark.slow
+def test_a_rank_that_stops_a_step_by_itself_tells_the_others_why(tmp_path):
+    waiting, stopped = (one["stops alone"]["said"] for one in answers(tmp_path, 2, ["stops alone"]))
+    assert stopped.startswith("UnsupportedError: ")
+    assert "its gradient was dropped between the backward and step()" in stopped
+    assert waiting.startswith("RanksError: ")
+    assert "rank 1: UnsupportedError: " in waiting
+    assert "its gradient was dropped between the backward and step()" in waiting

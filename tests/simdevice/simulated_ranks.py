@@ -12,10 +12,15 @@ import torch.distributed as dist
 
 import models
 from infinity import AdamW, stats
+from infinity.bench.planning.meta import outline_of_model, shapes_alone
 from infinity.engine.engine import engine_of_model
+from infinity.planning.activations import Method
+from infinity.planning.demand import demand
+from infinity.planning.setting import Setting
 from infinity.ranks.group import Channel
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import clip_grad_norm_ as reference_clip
+from infinity.units.device_tier import lives_on_device
 from places import disk
 from simulated_counts import Uses, plain_uses
 from simulator import Simulator
@@ -123,6 +128,30 @@ def freeze(model, case):
     return [one for one in model.parameters() if one.requires_grad]
 
 
+def planned(plain, case, engine):
+    """Return what a plan of these ranks, with the room that an engine has there, lets live on the device of
+    each: the names of the units, and the bytes of their records, or of the copies of all of them.
+    """
+    setting = Setting(
+        64 << 20,
+        nvme=case.get("nvme", True),
+        device_nbytes=engine.tier.budget.window_nbytes,
+        update=case["update"],
+        micro_batches=case.get("accumulate", 1),
+        ranks=RANKS,
+        local_ranks=RANKS,
+        method=Method(checkpointing=False),
+    )
+    outline = outline_of_model(shapes_alone(plain))
+    need = demand(outline, setting)
+    there = {unit for (unit, _), tier in need.placement.items() if tier == "device"}
+    nbytes = [12 * one.numel if one.part_there else 2 * RANKS * one.numel for one in need.units]
+    return {
+        "units": sorted(outline.parts[unit].name for unit in there),
+        "nbytes": sum(nbytes[unit] for unit in there),
+    }
+
+
 def run(name: str, simulator: Simulator) -> dict[str, object]:
     """Train as one of the ranks, and beside plain data parallelism in memory."""
     from ranks_run import mean_over_ranks
@@ -185,6 +214,8 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         "downloaded": [one.since(other).downloaded_nbytes for other, one in itertools.pairwise(seen)],
         "waits_of_backward": [after - before for before, after in itertools.pairwise(waits)],
         "on_device": seen[-1].device_nbytes,
+        "planned": planned(plain, case, engine_of_model(ours)) if case["stage"] == 3 else None,
+        "there": sorted(unit.name for unit in engine_of_model(ours).units if lives_on_device(unit)),
         **exchanged(),
         "records": sum(unit.record.nbytes("device") for unit in engine_of_model(ours).units),
         "whole": sum(

@@ -86,7 +86,8 @@ def in_one_process(
         one.requires_grad_(frozen is None or frozen not in key)
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer, losses = ReferenceAdamW(trained, lr=1e-2, weight_decay=0.1, **options), []
-    errors = [[torch.zeros(one.shape) for _ in range(ranks)] if feedback else () for one in trained]
+    kept = ranks + machines * (1 < machines < ranks)
+    errors = [[torch.zeros(one.shape) for _ in range(kept)] if feedback else () for one in trained]
     for step in range(steps):
         exact = [one.data for one in model.parameters()]
         for one in model.parameters() if weights else ():
@@ -382,6 +383,25 @@ def fed_durably():
     return {"different": different + (["losses"] if losses != resumed_losses else [])}
 
 
+def fed_loaded():
+    """Load a checkpoint into a model that has gone on since, and into a new one: return what differs."""
+    folder, shown = Path(os.environ["RANKS_DISK"], "fed checkpoint"), []
+    model = build("layers", **FED)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, steps=2)
+    infinity.save(model, optimizer, folder)
+    train(model, optimizer, steps=2, first=2)
+    for is_new in (False, True):
+        if is_new:
+            model = build("layers", **FED)
+            optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+        infinity.load(model, optimizer, folder)
+        losses = train(model, optimizer, steps=3, first=2)
+        shown.append({"losses": torch.tensor(losses), **model.state_dict()})
+    gone_on, new = shown
+    return {"different": [key for key, one in new.items() if not torch.equal(one, gone_on[key])]}
+
+
 def mesh():
     """Train on a mesh, with codes and without: return what ranks have different copies of, and losses."""
     losses, different, copies = on_mesh(**BOTH)
@@ -443,6 +463,7 @@ CASES = {
     "feedback, again": lambda: again("llama", **FED),
     "feedback, int8 state": lambda: again("llama", state_dtype="int8", **FED),
     "feedback, durable": fed_durably,
+    "feedback, loaded": fed_loaded,
     "other weights": lambda: refused(quantized_weights="int8", other={}),
     "other gradients": partial(refused, quantized_gradients="int8", other={"quantized_gradients": "int4"}),
 }

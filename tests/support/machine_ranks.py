@@ -4,6 +4,7 @@ import contextlib
 import re
 from pathlib import Path
 
+from infinity.errors import RanksError
 from thread_ranks import ThreadGroup
 
 
@@ -25,7 +26,7 @@ class MachineRank(ThreadGroup):
         if failed is not None:
             raise failed
         if any(others):
-            raise RuntimeError("another rank has failed")
+            raise RanksError("another rank has failed")
 
     @property
     def ranks(self):

@@ -106,14 +106,23 @@ def dropped():
             if not parity.engines():
                 break
             time.sleep(0.05)
-        for _ in range(100):  # gloo closes its sockets on threads of its own
-            descriptors = len(list(Path("/proc/self/fd").iterdir()))
-            if len(left) < 2 or descriptors <= left[1][2]:
+        descriptors, since = open_descriptors(), time.monotonic()
+        end_s = since + 5
+        while time.monotonic() < end_s:  # gloo closes its sockets on threads of its own
+            if len(left) > 1 and descriptors <= left[1][2]:
                 break
-            time.sleep(0.05)
+            if len(left) < 2 and time.monotonic() > since + 0.3:  # with which the others are compared
+                break
+            time.sleep(0.02)
+            before, descriptors = descriptors, open_descriptors()
+            since = since if descriptors == before else time.monotonic()
         left.append((len(parity.engines()), threading.active_count(), descriptors))
         dist.barrier()
     return {"left": left}
+
+
+def open_descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def _train_and_drop(update, ending):

@@ -14,6 +14,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,10 @@ import models
 import parity
 import ranks_run
 from children import ended
+from infinity.engine import partition
 from infinity.engine.engine import engine_of_model
+from infinity.gradients import early
+from infinity.planning.split import HalfStep, UpdateSplit
 from leftovers import held, left_since
 from machine_ranks import descriptors, mappings
 
@@ -75,6 +79,26 @@ def by_itself():
         "shared": stats.shared_nbytes,
         "said": stats.memory_in_common,
         "exchanged": stats.exchanged_nbytes,
+    }
+
+
+def refused_on_one():
+    """Rank 1 may not map what the model takes: return what the ranks share, say and compute."""
+    shown = []
+    for shared in (False, "auto"):
+        with contextlib.ExitStack() as planted:
+            if dist.get_rank() == 1:
+                planted.enter_context(mock.patch.object(partition, "why_too_large", return_value="planted"))
+            model = models.build("llama", host_memory="64MiB", shared_memory=shared)
+        losses = ranks_run.train(model, infinity.AdamW(model.parameters(), lr=1e-2), steps=2)
+        shown.append({"losses": losses, **model.state_dict()})
+    plain, ours = shown
+    gc.collect()
+    return {
+        "different": [key for key, one in plain.items() if not ranks_run.same(one, ours[key])],
+        "shared": infinity.stats(model).shared_nbytes,
+        "said": infinity.stats(model).memory_in_common,
+        "left": [*map(str, descriptors()), *mappings()],
     }
 
 
@@ -226,10 +250,29 @@ def fewer_batches():
     return {"said": said}
 
 
+def stops_alone():
+    """Rank 1 drops gradients whose updates the backward has made, and stops: return what each is told."""
+    half = UpdateSplit((2, 0), 4, HalfStep(1.0, 0.5), HalfStep(2.0, 1.0))
+    with mock.patch.object(early, "split_updates", return_value=half):
+        model, said = models.build("llama", host_memory="64MiB", timeout_s=5), "none"
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-2, update="auto")
+        ranks_run.train(model, optimizer, steps=3)
+        try:
+            if dist.get_rank() == 1:
+                ids = models.batch(0)
+                model(input_ids=ids, labels=ids).loss.backward()
+                optimizer.zero_grad()
+            ranks_run.train(model, optimizer, steps=2)
+        except (infinity.RanksError, infinity.UnsupportedError) as error:
+            said = f"{type(error).__name__}: {error}"
+    return {"said": said}
+
+
 CASES = {
     "beside plain": beside_plain,
     "beside plain, nvme": lambda: beside_plain(**ranks_run.NVME),
     "by itself": by_itself,
+    "refused on one": refused_on_one,
     "kept views": kept_views,
     "buffers": buffers,
     "changed past autograd": changed_past_autograd,
@@ -239,10 +282,11 @@ CASES = {
     "killed in backward": lambda: killed(sys.argv[1], when="backward"),
     "stopped": lambda: killed(sys.argv[1], when="stopped"),
     "fewer batches": fewer_batches,
+    "stops alone": stops_alone,
 }
 ranks_run.CASES.update(CASES)
 ranks_run.LAST.update({"killed in forward", "killed in backward", "stopped", "changed past autograd"})
-ranks_run.LAST.add("fewer batches")
+ranks_run.LAST.update({"fewer batches", "stops alone"})
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ def test_what_ranks_do_together_is_planned_with_what_crosses_each_link(tmp_path)
         "second": ["--secondary-shard", "machine"],
         "common": ["--shared-memory"],
         "one bit": ["--one-bit"],
+        "fed back": ["--quantized-gradients", "int4", "--error-feedback"],
     }.items():
         _, said = ask(*TRAINING[:3], "--host-memory", "512MiB", *TRAINING[5:], *ranks, *more)
         assert "within and between machines (" in said
