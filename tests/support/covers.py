@@ -15,14 +15,19 @@ Values = Sequence[Any] | Mapping[str, Any]
 
 
 def matrix(
-    *, together: int = 2, possible: Callable[..., bool] = lambda **_: True, **axes: Values
+    *,
+    together: int = 2,
+    product: bool = True,
+    possible: Callable[..., bool] = lambda **_: True,
+    **axes: Values,
 ) -> tuple[str, list[Any]]:
-    """Return parametrize's arguments for every combination of the axes' values.
+    """Return parametrize's arguments for combinations of the axes' values.
 
     A combination that adds no new pair of values is marked slow: most faults that combinations show, two
     values show (D. R. Kuhn et al., Software fault interactions, IEEE TSE 30(6), 2004). `together`: how many
-    values have to meet by default, where not two; with 1, each value runs once. `possible` tells, of one
-    value per axis by the axis's name, whether that combination exists.
+    values have to meet by default, where not two; with 1, each value runs once. `product`: whether --all runs
+    every combination; else the others are left out, for tests so long that all together prove too little for
+    their time. `possible` tells, of one value per axis by the axis's name, whether that combination exists.
     """
     named = [_named(values) for values in axes.values()]
     combinations = [
@@ -38,6 +43,7 @@ def matrix(
             marks=[] if names in first else [pytest.mark.slow],
         )
         for names in combinations
+        if product or names in first
     ]
 
 

@@ -51,3 +51,10 @@ def test_names_say_which_values_a_case_has():
 def test_values_of_the_same_name_are_refused():
     with pytest.raises(ValueError, match="2 values have 1 names"):
         matrix(a=[1, "1"])
+
+
+def test_without_the_product_each_pair_of_values_meets_and_no_more_is_there():
+    axes = {"a": range(5), "b": range(3), "c": range(3)}
+    _, cases = matrix(product=False, **axes)
+    assert [case.values for case in cases] == by_default(matrix(**axes)[1])
+    assert len(cases) < 20 < 45
