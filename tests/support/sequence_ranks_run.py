@@ -127,7 +127,9 @@ def exact(name):
     model = offloaded(name, size, dtype="bf16")
     losses = train(model, size, steps=3)
     found = weights(model)
-    expected, state = by_hand(name, size, 3)
+    said = [by_hand(name, size, 3) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(said, src=0)  # one rank trains it for all
+    ((expected, state),) = said
     return {"losses": losses, "expected": expected, "different": parity_of(found, state)}
 
 
