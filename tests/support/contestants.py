@@ -21,8 +21,10 @@ class Forked(Environment):
         return ended.returncode, "".join(printed)
 
 
+FORKED = [pytest.param(Forked(OWN.python), id="forked")]
+"""Parameters of a test whose contestants are run by an interpreter of their own in another test."""
 BOTH = [
-    pytest.param(Forked(OWN.python), id="forked"),
+    *FORKED,
     pytest.param(OWN, id="its own interpreter", marks=pytest.mark.slow),
 ]
 """Parameters of a test that runs contestants: the second is what measurements do, and takes longer."""
