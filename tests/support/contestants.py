@@ -1,11 +1,15 @@
 """Contestants of measurements: forked from the test's process, or each in an interpreter of its own."""
 
+import contextlib
+import json
+import os
 import tempfile
 
 import pytest
 
+from infinity.bench.engine import contestant
 from infinity.bench.engine.runs import OWN, Environment
-from launches import python
+from launches import Program, python
 
 
 class Forked(Environment):
@@ -28,3 +32,37 @@ BOTH = [
     pytest.param(OWN, id="its own interpreter", marks=pytest.mark.slow),
 ]
 """Parameters of a test that runs contestants: the second is what measurements do, and takes longer."""
+
+
+class ForkedRank(Program):
+    """A rank of a contestant, as infinity.bench.ranks.launch watches it."""
+
+    returncode = None
+
+    def poll(self):
+        """Return its exit code; None as long as it runs."""
+        if self.over():
+            self.returncode = os.waitstatus_to_exitcode(self._child.status)
+        return self.returncode
+
+
+@contextlib.contextmanager
+def forked_ranks(_environment, spec, group, outs, _said):
+    """Start the ranks of a contestant as infinity.bench.ranks.launch does, but in forks of this process."""
+    with tempfile.TemporaryDirectory() as place:
+        ranks = [
+            ForkedRank(
+                contestant.__file__,
+                json.dumps({**spec, "out": f"/proc/self/fd/{out.fileno()}"}),
+                folder=place,
+                **group,
+                RANK=number,
+                LOCAL_RANK=number,
+            )
+            for number, out in enumerate(outs)
+        ]
+        try:
+            yield ranks
+        finally:
+            for one in ranks:
+                one.kill()
