@@ -43,7 +43,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    *matrix(product=False, architecture=["mixtral", "deepseek_v3"], update=["forward", "backward"], kill=[3, -3])
+    *matrix(in_all=2, architecture=["mixtral", "deepseek_v3"], update=["forward", "backward"], kill=[3, -3])
 )
 def test_a_killed_run_of_slices_goes_on_with_the_bits_of_whole_stacks(folder, whole, architecture, update, kill):
     killed = run(folder / "killed", architecture, update=update, kill=kill)

@@ -82,6 +82,7 @@ def three_steps(model, optimizer):
 @pytest.mark.parametrize(
     *matrix(
         together=1,
+        in_all=3,
         name=list(models.OF_EXPERTS),
         how=["grouped_mm", "eager"],
         memory=["2MiB", "64MiB"],
@@ -104,7 +105,7 @@ def test_experts_train_one_by_one_with_the_bits_of_the_recipe(folder, name, how,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     *matrix(
-        product=False,
+        in_all=2,
         name=list(models.OF_EXPERTS),
         memory=["1MiB", "4MiB", "64MiB"],
         checkpoint=[None, "reentrant", "non-reentrant"],

@@ -17,7 +17,7 @@ Values = Sequence[Any] | Mapping[str, Any]
 def matrix(
     *,
     together: int = 2,
-    product: bool = True,
+    in_all: int | None = None,
     possible: Callable[..., bool] = lambda **_: True,
     **axes: Values,
 ) -> tuple[str, list[Any]]:
@@ -25,8 +25,8 @@ def matrix(
 
     A combination that adds no new pair of values is marked slow: most faults that combinations show, two
     values show (D. R. Kuhn et al., Software fault interactions, IEEE TSE 30(6), 2004). `together`: how many
-    values have to meet by default, where not two; with 1, each value runs once. `product`: whether --all runs
-    every combination; else the others are left out, for tests so long that all together prove too little for
+    values have to meet by default, where not two; with 1, each value runs once. `in_all`: how many have to meet
+    with --all, where not all: other combinations are left out, of tests so long that they prove too little for
     their time. `possible` tells, of one value per axis by the axis's name, whether that combination exists.
     """
     named = [_named(values) for values in axes.values()]
@@ -36,6 +36,9 @@ def matrix(
         if possible(**{axis: of[name] for axis, of, name in zip(axes, named, names, strict=True)})
     ]
     first = _cover(combinations, together)
+    if in_all is not None:
+        kept = first | _cover(combinations, in_all)
+        combinations = [names for names in combinations if names in kept]
     return ",".join(axes), [
         pytest.param(
             *(of[name] for of, name in zip(named, names, strict=True)),
@@ -43,7 +46,6 @@ def matrix(
             marks=[] if names in first else [pytest.mark.slow],
         )
         for names in combinations
-        if product or names in first
     ]
 
 

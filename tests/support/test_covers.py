@@ -53,8 +53,14 @@ def test_values_of_the_same_name_are_refused():
         matrix(a=[1, "1"])
 
 
-def test_without_the_product_each_pair_of_values_meets_and_no_more_is_there():
-    axes = {"a": range(5), "b": range(3), "c": range(3)}
-    _, cases = matrix(product=False, **axes)
-    assert [case.values for case in cases] == by_default(matrix(**axes)[1])
-    assert len(cases) < 20 < 45
+def test_where_all_are_too_many_so_many_values_meet_and_no_more_is_there():
+    axes = {"a": range(5), "b": range(3), "c": range(3), "d": range(2)}
+    pairs = by_default(matrix(**axes)[1])
+    assert [case.values for case in matrix(in_all=2, **axes)[1]] == pairs
+    _, cases = matrix(together=1, in_all=3, **axes)
+    assert by_default(cases) == by_default(matrix(together=1, **axes)[1])
+    for three in itertools.combinations(range(4), 3):
+        values = [list(axes.values())[one] for one in three]
+        met = {tuple(case.values[one] for one in three) for case in cases}
+        assert met == set(itertools.product(*values))
+    assert 45 <= len(cases) < 65
