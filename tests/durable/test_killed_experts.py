@@ -45,7 +45,9 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize(
     *matrix(in_all=2, architecture=["mixtral", "deepseek_v3"], update=["forward", "backward"], kill=[3, -3])
 )
-def test_a_killed_run_of_slices_goes_on_with_the_bits_of_whole_stacks(folder, whole, architecture, update, kill):
+def test_a_killed_run_of_slices_goes_on_with_the_bits_of_whole_stacks(
+    folder, whole, architecture, update, kill
+):
     killed = run(folder / "killed", architecture, update=update, kill=kill)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
     assert list(losses(folder / "killed")) == [0, 1, 2]

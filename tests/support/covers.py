@@ -25,9 +25,10 @@ def matrix(
 
     A combination that adds no new pair of values is marked slow: most faults that combinations show, two
     values show (D. R. Kuhn et al., Software fault interactions, IEEE TSE 30(6), 2004). `together`: how many
-    values have to meet by default, where not two; with 1, each value runs once. `in_all`: how many have to meet
-    with --all, where not all: other combinations are left out, of tests so long that they prove too little for
-    their time. `possible` tells, of one value per axis by the axis's name, whether that combination exists.
+    values have to meet by default, where not two; with 1, each value runs once. `in_all`: how many have to
+    meet with --all, where not all: other combinations are left out, of tests so long that these prove too
+    little for their time. `possible` tells, of one value per axis by the axis's name, whether that
+    combination exists.
     """
     named = [_named(values) for values in axes.values()]
     combinations = [

@@ -88,7 +88,7 @@ def compare(
     changes=None,
     **init,
 ):
-    """Train ours, and on the first rank the emulation of all; return what differs, and what ours has moved."""
+    """Train ours, and on the first rank the emulation; return what differs, and what ours has moved."""
     emulation = partial(
         emulate,
         WORLD,

@@ -58,7 +58,9 @@ print(json.dumps([model.num_parameters(), steps, peak - before]))
         ("backward", "8", 26.5),
     ],
 )
-def test_a_step_moves_no_more_than_it_must_and_stays_in_its_budget(folder, tmp_path, update, micro_batches, limit):
+def test_a_step_moves_no_more_than_it_must_and_stays_in_its_budget(
+    folder, tmp_path, update, micro_batches, limit
+):
     # in which nothing worth the name can be pinned
     command = ["-c", TRAIN, folder, "16MiB", LAYERS, update, micro_batches]
     done = python(*command, folder=tmp_path, TQDM_DISABLE=1)
