@@ -16,8 +16,9 @@ class Forked(Environment):
     """Runs contestants in forks of this process, which has imported torch and transformers already."""
 
     def run(self, arguments, keep=()):
-        """Run Python; return its exit code and output, what tells its result last. keep: a fork inherits every
-        descriptor.
+        """Run Python; return its exit code and output, what tells its result last.
+
+        keep: a fork inherits every descriptor.
         """
         with tempfile.TemporaryDirectory() as place:
             ended = python(*arguments, folder=place, **self.variables)
