@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -75,13 +76,15 @@ class Runner:
     def _end(self):
         self._process.kill()
         self._process.wait()
-        self._process.stdin.close()
-        self._process.stdout.close()
+        for file in (self._process.stdin, self._process.stdout, self._errors):
+            with contextlib.suppress(BrokenPipeError):  # what was to be written
+                file.close()
 
     def _fail(self, why):
         _runner.cache_clear()  # the next test begins another
+        said = self.errors()
         self._end()
-        raise AssertionError(f"simulated_run.py: {why}\n{self.errors()}")
+        raise AssertionError(f"simulated_run.py: {why}\n{said}")
 
 
 _runner = functools.cache(Runner)
