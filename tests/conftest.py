@@ -147,7 +147,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from infinity.lane import lane
 
-    monkeypatch.setattr(lane, "_PATIENCE_S", 0.005)
+    monkeypatch.setattr(lane, "_PATIENCE_S", 0.001)
 
 
 @pytest.fixture

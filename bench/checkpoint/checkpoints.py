@@ -18,7 +18,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -66,10 +66,37 @@ class CheckpointRow:
         return self.peak_nbytes <= self.limit_nbytes
 
 
-def measured(folder: Path, sizes: Mapping[str, int], ranks: int, host_nbytes: int) -> Iterator[CheckpointRow]:
+def launched(ranks: int, arguments: Sequence[str]) -> tuple[int, str]:
+    """Run Python in a process of its own, or under torchrun on several ranks; return its exit code, and what
+    it said of errors.
+    """
+    run = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    paths = [str(Path(infinity.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(  # noqa: S603 - our own module
+        [sys.executable, *run, *arguments],
+        env={
+            "OMP_NUM_THREADS": "1",
+            **os.environ,
+            "PYTHONSAFEPATH": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+def measured(
+    folder: Path,
+    sizes: Mapping[str, int],
+    ranks: int,
+    host_nbytes: int,
+    launch: Callable[[int, Sequence[str]], tuple[int, str]] = launched,
+) -> Iterator[CheckpointRow]:
     """Do all of STEPS in an empty folder, each in new processes; yield the figures of each rank.
 
-    sizes: of a LlamaConfig. host_nbytes: of each rank.
+    sizes: of a LlamaConfig. host_nbytes: of each rank. launch: runs Python on so many ranks, see launched.
 
     Raises: RunError if a process failed, with the last lines that it wrote.
     """
@@ -79,7 +106,7 @@ def measured(folder: Path, sizes: Mapping[str, int], ranks: int, host_nbytes: in
         for path in hub:
             _forget(path)
         spec: dict[str, object] = {"what": what, "dtype": dtype or "float32", "sizes": dict(sizes)}
-        found = _run(size, folder, spec, host_nbytes)
+        found = _run(launch, size, folder, spec, host_nbytes)
         read = sum(one["read_nbytes"] for one in found)
         part = read / sum(path.stat().st_size for path in hub) if what == "from_pretrained" else None
         for rank, one in enumerate(found):
@@ -99,26 +126,20 @@ def measured(folder: Path, sizes: Mapping[str, int], ranks: int, host_nbytes: in
             shutil.rmtree(folder / EXPORTED)
 
 
-def _run(ranks: int, folder: Path, spec: dict[str, object], host_nbytes: int) -> list[dict[str, float]]:
+def _run(
+    launch: Callable[[int, Sequence[str]], tuple[int, str]],
+    ranks: int,
+    folder: Path,
+    spec: dict[str, object],
+    host_nbytes: int,
+) -> list[dict[str, float]]:
     # host_memory is the machine's: the ranks divide it.
     spec = {**spec, "folder": str(folder), "host_memory": ranks * host_nbytes}
-    run = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    paths = [str(Path(infinity.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(  # noqa: S603 - our own module
-        [sys.executable, *run, "-m", "infinity.bench.checkpoint.checkpoint_worker", json.dumps(spec)],
-        env={
-            "OMP_NUM_THREADS": "1",
-            **os.environ,
-            "PYTHONSAFEPATH": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        last = "\n".join(done.stderr.splitlines()[-15:])
-        raise RunError(f"{spec['what']} ended with exit code {done.returncode}; its last lines:\n{last}")
+    worker = "infinity.bench.checkpoint.checkpoint_worker"
+    code, said = launch(ranks, ["-m", worker, json.dumps(spec)])
+    if code:
+        last = "\n".join(said.splitlines()[-15:])
+        raise RunError(f"{spec['what']} ended with exit code {code}; its last lines:\n{last}")
     return [json.loads((folder / f"taken-{rank}.json").read_bytes()) for rank in range(ranks)]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from infinity.bench.checkpoint import checkpoints
-from launches import python
+from launches import python, python_of_ranks
 
 pytestmark = [pytest.mark.disk, pytest.mark.multi]
 
@@ -97,22 +97,36 @@ def test_killed_at_any_call_a_save_leaves_the_last_checkpoint(folder, tmp_path):
 SIZES = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
-    "num_hidden_layers": 12,
     "num_attention_heads": 8,
-    "vocab_size": 32000,
+    "vocab_size": 16000,
 }
-"""About 220 million parameters: 0.9 GB of fp32 weights, 2.7 GB with moments; with four layers half of it."""
+"""About 110 million parameters with six layers: 0.4 GB of fp32 weights, 1.3 GB with moments."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("ranks", "layers", "saved_nbytes"), [(1, 12, 2_500_000_000), (2, 4, 1_300_000_000)])
-def test_memory_is_flat_in_the_size_of_the_model(folder, ranks, layers, saved_nbytes):
-    rows = list(checkpoints.measured(folder, {**SIZES, "num_hidden_layers": layers}, ranks, 256 << 20))
+@pytest.mark.parametrize(("ranks", "layers", "saved_nbytes"), [(1, 6, 1_250_000_000), (2, 5, 1_100_000_000)])
+def test_memory_is_flat_in_the_size_of_the_model(folder, tmp_path, ranks, layers, saved_nbytes):
+    """A checkpoint is nearly three times as large as the limit. The first step is launched as the command
+    does it, the others are forked.
+    """
+    as_the_command_does = [checkpoints.launched]
+
+    def launch(size, arguments):
+        if as_the_command_does:
+            return as_the_command_does.pop()(size, arguments)
+        if size == 1:
+            ended = [python(*arguments, folder=tmp_path)]
+        else:
+            ended = python_of_ranks(size, *arguments, folder=tmp_path)
+        return max(abs(one.returncode) for one in ended), "".join(one.stderr for one in ended)
+
+    sizes = {**SIZES, "num_hidden_layers": layers}
+    rows = list(checkpoints.measured(folder, sizes, ranks, 64 << 20, launch))
     assert [row.rank for row in rows if row.what == "save"] == list(range(ranks))
     assert {(row.what, row.dtype) for row in rows} == set(checkpoints.STEPS)
     assert [row for row in rows if row.peak_nbytes > row.limit_nbytes] == []
-    assert all(row.limit_nbytes < 800_000_000 for row in rows)
+    assert all(row.limit_nbytes < 450_000_000 for row in rows)
     assert sum(path.stat().st_size for path in Path(folder / "saved").iterdir()) > saved_nbytes
     for row in rows:  # by all ranks together: what one has read the others find in memory
         assert row.read_part is None or 0.9 < row.read_part < 1.2, row

@@ -1,6 +1,7 @@
 """torchrun's restarts of a training on a mesh, and its end on another number of ranks. Nothing is faked.
 
-Trusted: the losses of a run in which no rank dies. What each rank does is in mesh_restart_run.py.
+Trusted: the losses of a run in which no rank dies. That one and the end are forked, without torchrun: they
+restart nothing. What each rank does is in mesh_restart_run.py.
 """
 
 import json
@@ -8,7 +9,7 @@ import math
 
 import pytest
 
-from launches import torchrun
+from launches import forked, torchrun
 from places import SUPPORT
 
 NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -24,19 +25,21 @@ def losses(folder, ranks):
 
 
 def test_a_mesh_goes_on_after_a_restart_and_then_with_fewer_ranks(tmp_path):
-    shown = {}
+    program, shown = SUPPORT / "mesh_restart_run.py", {}
     for name, kill in (("whole", -1), ("killed", 2)):
         folder = tmp_path / name
         folder.mkdir()
-        run = torchrun(4, SUPPORT / "mesh_restart_run.py", folder, kill, 4, restarts=1, **NEW_STORE)
-        assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
+        if kill < 0:
+            forked(4, program, folder, kill, 4)
+        else:
+            run = torchrun(4, program, folder, kill, 4, restarts=1, **NEW_STORE)
+            assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
         shown[name] = losses(folder, 4)
     assert shown["killed"] == shown["whole"]
     assert [sorted(one) for one in shown["whole"]] == [[0, 1, 2, 3]] * 4
     for one in folder.glob("*.losses"):
         one.unlink()
-    run = torchrun(2, SUPPORT / "mesh_restart_run.py", folder, -1, 6)
-    assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
+    forked(2, program, folder, -1, 6)
     fewer = losses(folder, 2)
     assert fewer[0] == fewer[1]
     assert sorted(fewer[0]) == [4, 5]

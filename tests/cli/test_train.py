@@ -6,7 +6,6 @@ import math
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ from infinity.cli.settings import TrainSettings
 from infinity.cli.text import default_text
 from infinity.cli.train import disk_speed, train
 from infinity.storage.disk_speed import DiskSpeed
+from launches import Program, python
 
 pytestmark = pytest.mark.disk
 
@@ -208,22 +208,21 @@ def logged(path: Path) -> dict[int, float]:
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_by_resume_with_the_losses_of_one_that_never_stopped(folder, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_a_killed_run_goes_on_by_resume_with_the_losses_of_one_that_never_stopped(folder, tmp_path):
     whole = folder / "whole"
     whole.mkdir()
-    subprocess.run(command(whole, "out"), check=True, stdout=subprocess.DEVNULL)
+    assert python(*command(whole, "out")[1:], folder=tmp_path).returncode == 0
     expected = logged(whole / "out" / "log.jsonl")
     log = folder / "first" / "log.jsonl"
-    with subprocess.Popen(command(folder, "first"), stdout=subprocess.DEVNULL) as killed:
-        while killed.poll() is None and (not log.exists() or len(logged(log)) < 3):
-            time.sleep(0.01)
-        killed.kill()
-    assert killed.returncode == -signal.SIGKILL
-    again = subprocess.run(command(folder, "no"), check=False, capture_output=True, text=True)
+    killed = Program(*command(folder, "first")[1:], folder=tmp_path)
+    while not killed.over() and (not log.exists() or len(logged(log)) < 3):
+        time.sleep(0.01)
+    killed.kill()
+    assert killed.end().returncode == -signal.SIGKILL
+    again = python(*command(folder, "no")[1:], folder=tmp_path)
     assert again.returncode != 0
     assert "Continue it with --resume" in again.stderr.replace("\n", " ")
-    subprocess.run(command(folder, "second", "--resume"), check=True, stdout=subprocess.DEVNULL)
+    assert python(*command(folder, "second", "--resume")[1:], folder=tmp_path).returncode == 0
     before, after = logged(log), logged(folder / "second" / "log.jsonl")
     assert 1 < min(after) <= max(before) + 1
     assert list(after) == list(range(min(after), 9))

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,6 +18,7 @@ import quantised
 from infinity import __main__ as cli
 from infinity.cli import report
 from infinity.cli.data import IGNORED, packed
+from launches import Program, python, python_of_ranks, torchrun
 from places import ROOT
 from words import SPECIAL, TEMPLATE, tokenizer
 
@@ -400,13 +399,11 @@ def test_lora_resumes_after_the_last_committed_step(folder, base, lines):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [[], ["--lora", "2"]], ids=["all weights", "adapters"])
-def test_a_killed_run_goes_on_with_the_losses_of_one_that_never_stopped(folder, base, lines, lora):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-    def command(nvme: Path, out: str) -> list[str]:
+def test_a_killed_run_goes_on_with_the_losses_of_one_that_never_stopped(folder, tmp_path, base, lines, lora):
+    def command(nvme: Path, out: str) -> list[object]:
         options = ["--model", base, "--data", lines, *RECIPE, "--steps", "12", "--max-norm", "1", *lora]
         options += ["--durable", "--resume", "--nvme", nvme, "--out", nvme / out, "--eval-data", lines]
-        return [sys.executable, "-m", "infinity", "train", *map(str, options), "--eval-every", "3"]
+        return ["-m", "infinity", "train", *options, "--eval-every", "3"]
 
     def logged(path: Path) -> dict[int, tuple[float, float | None]]:
         whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -415,15 +412,15 @@ def test_a_killed_run_goes_on_with_the_losses_of_one_that_never_stopped(folder, 
     places = folder / "whole", folder / "killed"
     for place in places:
         place.mkdir()
-    subprocess.run(command(places[0], "run"), check=True, stdout=subprocess.DEVNULL, env=environment)
+    assert python(*command(places[0], "run"), folder=tmp_path).returncode == 0
     expected = logged(places[0] / "run" / "log.jsonl")
     log = places[1] / "first" / "log.jsonl"
-    with subprocess.Popen(command(places[1], "first"), stdout=subprocess.DEVNULL, env=environment) as killed:
-        while killed.poll() is None and (not log.exists() or len(logged(log)) < 5):
-            time.sleep(0.005)
-        killed.kill()
-    assert killed.returncode == -signal.SIGKILL
-    subprocess.run(command(places[1], "second"), check=True, stdout=subprocess.DEVNULL, env=environment)
+    killed = Program(*command(places[1], "first"), folder=tmp_path)
+    while not killed.over() and (not log.exists() or len(logged(log)) < 5):
+        time.sleep(0.005)
+    killed.kill()
+    assert killed.end().returncode == -signal.SIGKILL
+    assert python(*command(places[1], "second"), folder=tmp_path).returncode == 0
     before, after = logged(log), logged(places[1] / "second" / "log.jsonl")
     assert 1 < min(after) <= max(before) + 1
     assert {**before, **after} == {**after, **before} == expected
@@ -523,10 +520,12 @@ def test_two_ranks_train_adapters_on_chats_in_parquet_and_resume(folder, base, t
             "--host-memory",
             "4MiB",
         ]
-        started = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--standalone"]
-        started += ["-m", "infinity", "train", *options]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([*map(str, started)], check=True, stdout=subprocess.DEVNULL, env=environment)
+        command = ["-m", "infinity", "train", *options]
+        if (dtype, out) == ("fp16", "first"):  # as a user does it, once
+            ended = [torchrun(2, *command)]
+        else:
+            ended = python_of_ranks(2, *command, folder=tmp_path)
+        assert {one.returncode for one in ended} == {0}, [one.stderr for one in ended]
         log = (nvme / out / "log.jsonl").read_text().splitlines()
         return {step["step"]: step["loss"] for step in map(json.loads, log)}
 

@@ -32,6 +32,8 @@ TOWERS = [*FROZEN, *RECORDS, "trained, no room", "trained, room for all", "clipp
 LAYER = simulated_tiers.LAYER_NBYTES
 SETTLED = 2
 """Steps after which nothing moves to another place."""
+AT_ONCE = 4
+"""Cases that run beside each other, where most of what they take is waiting for late copies."""
 
 
 @pytest.fixture(scope="module")
@@ -124,20 +126,20 @@ def test_without_a_compiler_the_cases_are_skipped_and_say_why(monkeypatch):
 def test_every_case_has_the_bits_of_the_recipe_at_every_delay(delay, half):
     named = [f"{base}, {delay}" for base in simulated_cases.BASES]
     names = [name for name in named if name not in TRAININGS + LORA and "by name" not in name][half::2]
-    assert_exact(names, simulated.results(*names))
+    assert_exact(names, simulated.results(*names, at_once=AT_ONCE))
 
 
 @pytest.mark.slow
 def test_every_other_dropped_order_is_found_in_a_training():
     names = [name for name in simulated_faults.FAULTS if name not in FAULTS]
-    assert_caught(names, simulated.results(*(f"fault: {name}" for name in names)))
+    assert_caught(names, simulated.results(*(f"fault: {name}" for name in names), at_once=AT_ONCE))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", simulated_ranks.DELAYS)
 def test_two_ranks_have_the_bits_of_plain_data_parallelism_at_every_delay(delay):
     names = [name for name in simulated_ranks.CASES if name.endswith(f", {delay}")]
-    assert_exact(names, simulated.results(*names))
+    assert_exact(names, simulated.results(*names, at_once=AT_ONCE // 2))
 
 
 @pytest.mark.slow
@@ -165,7 +167,7 @@ def test_ranks_queue_the_same_collectives_in_one_order_each_kind_on_a_stream_of_
 @pytest.mark.slow
 def test_of_several_ranks_what_has_room_on_their_devices_lives_there():
     cases = {name: f"2 ranks, on the device, {name}, 0.2 ms" for name in simulated_ranks.TIER}
-    said = simulated.results(*cases.values())
+    said = simulated.results(*cases.values(), at_once=AT_ONCE // 2)
     assert_exact(cases.values(), said)
     for one in said[cases["room for half"]]:
         assert 0.3 < one["records"] / one["whole"] < 0.8
@@ -296,13 +298,13 @@ def test_stats_timeline_and_plan_show_three_tiers(default):
 @pytest.mark.slow
 def test_other_towers_stay_within_their_budgets():
     names = [name for name in simulated_tiers.TOWERS if name not in (*TOWERS, *PLANTED)]
-    for (one,) in simulated.results(*names).values():
+    for (one,) in simulated.results(*names, at_once=AT_ONCE).values():
         assert_within_its_budget(one)
 
 
 @pytest.mark.slow
 def test_with_room_for_half_of_many_records_half_of_the_bytes_go_over_the_link():
     names = [f"many records, {room}" for room in ("no room", "room for half")]
-    none, half = (one for (one,) in simulated.results(*names).values())
+    none, half = (one for (one,) in simulated.results(*names, at_once=AT_ONCE).values())
     for way in ("uploaded", "downloaded"):
         assert per_step(half, way) / per_step(none, way) == pytest.approx(0.5, abs=0.03)

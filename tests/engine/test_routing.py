@@ -3,6 +3,7 @@
 Real training on a real disk, against the reference recipe in memory and against whole fetching.
 """
 
+import functools
 import logging
 
 import pytest
@@ -63,9 +64,25 @@ def moved(model, steps):
     return (done.nvme_read_nbytes + done.nvme_written_nbytes) / done.parameters / count
 
 
+@functools.cache
+def three_steps_of_the_recipe(name, how, checkpoint):
+    """Train in memory, once for all budgets; return losses, model and optimizer."""
+    plain = models.prepared_of_experts(name, how)
+    if checkpoint is not None:
+        models.checkpointed(plain, checkpoint == "reentrant")
+    reference = ReferenceAdamW(plain.parameters(), **SETTINGS)
+    return three_steps(plain, reference), plain, reference
+
+
+def three_steps(model, optimizer):
+    long = 24  # tokens: some experts get more than torch sorts in their order
+    return train(model, optimizer, 1, length=long) + train(model, optimizer, 2, first=1)
+
+
 @pytest.mark.parametrize(
     *matrix(
         together=1,
+        in_all=3,
         name=list(models.OF_EXPERTS),
         how=["grouped_mm", "eager"],
         memory=["2MiB", "64MiB"],
@@ -74,17 +91,13 @@ def moved(model, steps):
     )
 )
 def test_experts_train_one_by_one_with_the_bits_of_the_recipe(folder, name, how, memory, checkpoint, update):
-    plain = models.prepared_of_experts(name, how)
+    expected, plain, reference = three_steps_of_the_recipe(name, how, checkpoint)
     with Init(nvme=folder, host_memory=memory):
         ours = models.of_experts(name, how)
-    for model in (plain, ours):
-        if checkpoint is not None:
-            models.checkpointed(model, checkpoint == "reentrant")
-    reference = ReferenceAdamW(plain.parameters(), **SETTINGS)
+    if checkpoint is not None:
+        models.checkpointed(ours, checkpoint == "reentrant")
     optimizer = AdamW(ours.parameters(), **SETTINGS, update=update)
-    long = 24  # tokens: some experts get more than torch sorts in their order
-    assert train(ours, optimizer, 1, length=long) == train(plain, reference, 1, length=long)
-    assert train(ours, optimizer, 2, first=1) == train(plain, reference, 2, first=1)
+    assert three_steps(ours, optimizer) == expected
     assert len(slices_of(ours)) >= 12
     models.assert_same_state(ours, optimizer, plain, reference)
 
@@ -92,7 +105,7 @@ def test_experts_train_one_by_one_with_the_bits_of_the_recipe(folder, name, how,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     *matrix(
-        together=1,
+        in_all=2,
         name=list(models.OF_EXPERTS),
         memory=["1MiB", "4MiB", "64MiB"],
         checkpoint=[None, "reentrant", "non-reentrant"],

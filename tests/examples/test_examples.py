@@ -1,9 +1,12 @@
 """The programs of examples/ run as a user starts them. Nothing is faked.
 
 By default those that import nothing but what tests import are forked from this process, where torch and
-transformers are imported already; each by an interpreter, or torchrun, of its own with --all.
+transformers are imported already; each by an interpreter, or torchrun, of its own with --all, but for the
+many ranks of a mesh, of which torchrun starts one alone.
 """
 
+import functools
+import importlib
 import json
 import re
 import subprocess
@@ -13,7 +16,7 @@ import tempfile
 import pytest
 
 from launches import environment, python, python_of_ranks, torchrun
-from places import ROOT
+from places import ROOT, disk
 
 pytestmark = pytest.mark.disk
 
@@ -103,6 +106,25 @@ def test_two_ranks_share_a_sequence_and_see_one_loss(folder):
     assert {(int(part), int(whole)) for *_, part, whole in shown} >= {(48, 96), (128, 256)}
 
 
+@pytest.fixture(scope="module")
+def of_one():
+    """Return a function that says the losses of one process, trained once for each of its options: as
+    torchrun starts it, or where there are experts, in a fork.
+    """
+    for name in ("torch.distributed.pipelining", "torch.distributed.tensor.parallel"):
+        importlib.import_module(name)  # once, and not in each rank
+
+    @functools.cache
+    def losses_of_one(*options):
+        with tempfile.TemporaryDirectory(prefix="infinity-", dir=disk()) as nvme:
+            command = [EXAMPLES / "mesh.py", "--nvme", nvme, *options]
+            done = python_of_ranks(1, *command, folder=nvme)[0] if options else torchrun(1, *command)
+        assert done.returncode == 0, done.stderr
+        return losses(done.stdout)
+
+    return losses_of_one
+
+
 @pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.parametrize(
@@ -113,16 +135,14 @@ def test_two_ranks_share_a_sequence_and_see_one_loss(folder):
         (("--ep", 1), ("--dp", 2, "--tp", 2, "--pp", 2, "--ep", 2)),
     ],
 )
-def test_a_mesh_has_the_losses_of_one_process(folder, alone, mesh):
-    shown = []
-    for ranks, options in ((1, alone), (8, mesh)):
-        done = torchrun(ranks, EXAMPLES / "mesh.py", "--nvme", folder, *options)
-        assert done.returncode == 0, done.stderr
-        shown.append(losses(done.stdout))
-    of_one, of_mesh = shown
-    assert (len(of_one), len(of_mesh)) == (8, 8)
-    assert of_one[8] < 0.8 * of_one[1]
-    assert of_mesh == pytest.approx(of_one, rel=1e-3)  # bf16, in another order of sums
+def test_a_mesh_has_the_losses_of_one_process(folder, of_one, alone, mesh, tmp_path):
+    expected = of_one(*alone)
+    done = python_of_ranks(8, EXAMPLES / "mesh.py", "--nvme", folder, *mesh, folder=tmp_path)
+    assert {one.returncode for one in done} == {0}, [one.stderr for one in done]
+    of_mesh = losses("".join(one.stdout for one in done))
+    assert (len(expected), len(of_mesh)) == (8, 8)
+    assert expected[8] < 0.8 * expected[1]
+    assert of_mesh == pytest.approx(expected, rel=1e-3)  # bf16, in another order of sums
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ PAGES = sorted(
     [
         *ROOT.glob("*.md"),
         *ROOT.glob("docs/*.md"),
-        *(path for path in ROOT.glob("*/README.md")),
+        *ROOT.glob("[!.]*/README.md"),  # and none of a tool's cache
         ROOT / "bench/results/README.md",
     ]
 )

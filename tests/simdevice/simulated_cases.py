@@ -189,6 +189,8 @@ def interrupt(model, place):
     except ValueError as error:
         if str(error) != "planted":
             raise
+    # What is left of it goes when that backward's thread is done with it: at the latest before its next one.
+    torch.ones(1, device=place, requires_grad=True).sum().backward()
     handle.remove()
     torch.ones(
         1, device=place, requires_grad=True

@@ -1,8 +1,10 @@
 """Runs cases on the simulated device, each in a forked process, and prints a line of JSON for each.
 
-python simulated_run.py CASE...: a name of simulated_cases.CASES or of simulated_tiers.TOWERS; one of
-simulated_ranks.CASES, which prints a line for each rank; "order: NAME" for a sequence of calls of the
-engine's device, or "order: NAME without it" for the same without the order that it depends on.
+Each line of its input asks for cases, as {"names": [CASE, ...], "at_once": how many run beside each other};
+behind the last line of what they say stands "over". CASE: a name of simulated_cases.CASES or of
+simulated_tiers.TOWERS; one of simulated_ranks.CASES, which prints a line for each rank; "order: NAME" for a
+sequence of calls of the engine's device, or "order: NAME without it" for the same without the order that it
+depends on.
 """
 
 from __future__ import annotations
@@ -96,20 +98,35 @@ def environments(name):
     return [{**team, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(simulated_ranks.RANKS)]
 
 
+def run(names, at_once):
+    """Run cases, so many beside each other, and print what each of their processes said."""
+    waiting, running = list(names), []
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            name = waiting.pop(0)
+            running.append((name, [Child(work(name, more), LIMIT_S) for more in environments(name)]))
+        for name, children in list(running):
+            if not [child for child in children if child.status is None and not child.over()]:
+                running.remove((name, children))
+                tell(name, children)
+        time.sleep(0.01)
+
+
+def tell(name, children):
+    for rank, child in enumerate(children):
+        killed = signal.Signals(os.WTERMSIG(child.status)).name if os.WIFSIGNALED(child.status) else ""
+        said = {"case": name, "rank": rank, "killed": killed, **child.last}
+        print(json.dumps(said), flush=True)  # noqa: T201
+
+
 def main():
     simulator.build()
     warm_up()
     gc.collect()
     gc.freeze()  # else each case's collections walk all that is imported
-    for name in sys.argv[1:]:
-        children = [Child(work(name, environment), LIMIT_S) for environment in environments(name)]
-        left = children
-        while left := [child for child in left if not child.over()]:
-            time.sleep(0.01)
-        for rank, child in enumerate(children):
-            killed = signal.Signals(os.WTERMSIG(child.status)).name if os.WIFSIGNALED(child.status) else ""
-            said = {"case": name, "rank": rank, "killed": killed, **child.last}
-            print(json.dumps(said), flush=True)  # noqa: T201
+    for line in sys.stdin:
+        run(**json.loads(line))
+        print("over", flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -29,10 +29,12 @@ def launch(folder, *killed, data=DATA):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    codes, told = launch(tmp_path_factory.mktemp("undisturbed"))
+    """Return where a run that nothing disturbs has ended, and what it has told."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    codes, told = launch(folder)
     assert codes == [0] * RANKS, told
     assert [one["first"] for one in told] == [0] * RANKS
-    return told
+    return folder, told
 
 
 @pytest.mark.parametrize(("rank", "after", "first"), [(3, False, 2), (0, False, 2), (1, True, 3)])
@@ -47,16 +49,14 @@ def test_after_a_kill_all_dimensions_go_on_from_the_step_that_all_have_committed
     codes, told = launch(tmp_path)
     assert codes == [0] * RANKS, told
     assert [one["first"] for one in told] == [first] * RANKS
-    for one, expected in zip(told, undisturbed, strict=True):
+    for one, expected in zip(told, undisturbed[1], strict=True):
         assert one["state"] == expected["state"]
         assert one["losses"] == {step: expected["losses"][step] for step in one["losses"]}
         assert len(one["losses"]) == 5 - first
 
 
-def test_a_run_is_not_resumed_on_a_mesh_of_another_shape(tmp_path):
-    codes, _ = launch(tmp_path)
-    assert codes == [0] * RANKS
-    codes, told = launch(tmp_path, data=1)
+def test_a_run_is_not_resumed_on_a_mesh_of_another_shape(undisturbed):
+    codes, told = launch(undisturbed[0], data=1)
     assert codes == [1] * RANKS
     for one in told:
         assert "CheckpointError" in one["error"]

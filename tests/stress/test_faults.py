@@ -14,6 +14,7 @@ import infinity.aio.faults
 import soak
 import trials
 from children import ended
+from covers import examples
 from infinity import CorruptionError
 from places import SEED, disk
 
@@ -21,8 +22,8 @@ pytestmark = [pytest.mark.disk, pytest.mark.multi, pytest.mark.timeout(300)]
 
 
 @pytest.mark.usefixtures("repeatable")
-@pytest.mark.parametrize("every", [400, pytest.param(100, marks=pytest.mark.slow)])
-def test_a_sample_of_every_kind_of_fault_kill_and_power_cut(every, folder, capsys):
+def test_a_sample_of_every_kind_of_fault_kill_and_power_cut(folder, capsys):
+    every = examples(400, 100)
     few = {"kills": 2, "ranks": 1, "cuts": 2, "each": 0, "every": every, "seed": SEED, "place": folder}
     try:
         ended = faults.main([word for name, value in few.items() for word in (f"--{name}", str(value))])

@@ -15,14 +15,20 @@ Values = Sequence[Any] | Mapping[str, Any]
 
 
 def matrix(
-    *, together: int = 2, possible: Callable[..., bool] = lambda **_: True, **axes: Values
+    *,
+    together: int = 2,
+    in_all: int | None = None,
+    possible: Callable[..., bool] = lambda **_: True,
+    **axes: Values,
 ) -> tuple[str, list[Any]]:
-    """Return parametrize's arguments for every combination of the axes' values.
+    """Return parametrize's arguments for combinations of the axes' values.
 
     A combination that adds no new pair of values is marked slow: most faults that combinations show, two
     values show (D. R. Kuhn et al., Software fault interactions, IEEE TSE 30(6), 2004). `together`: how many
-    values have to meet by default, where not two; with 1, each value runs once. `possible` tells, of one
-    value per axis by the axis's name, whether that combination exists.
+    values have to meet by default, where not two; with 1, each value runs once. `in_all`: how many have to
+    meet with --all, where not all: other combinations are left out, of tests so long that these prove too
+    little for their time. `possible` tells, of one value per axis by the axis's name, whether that
+    combination exists.
     """
     named = [_named(values) for values in axes.values()]
     combinations = [
@@ -31,6 +37,9 @@ def matrix(
         if possible(**{axis: of[name] for axis, of, name in zip(axes, named, names, strict=True)})
     ]
     first = _cover(combinations, together)
+    if in_all is not None:
+        kept = first | _cover(combinations, in_all)
+        combinations = [names for names in combinations if names in kept]
     return ",".join(axes), [
         pytest.param(
             *(of[name] for of, name in zip(named, names, strict=True)),

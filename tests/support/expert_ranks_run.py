@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -87,8 +88,9 @@ def compare(
     changes=None,
     **init,
 ):
-    """Train ours and the emulation; return what differs, and what ours has moved."""
-    expected = emulate(
+    """Train ours, and on the first rank the emulation; return what differs, and what ours has moved."""
+    emulation = partial(
+        emulate,
         WORLD,
         size,
         how=how,
@@ -102,7 +104,10 @@ def compare(
         max_norm=max_norm,
         checkpoint=checkpoint,
         **(changes or {}),
-    )[RANK]
+    )
+    every, mine = (emulation() if RANK == 0 else None), [None]
+    dist.scatter_object_list(mine, every, src=0)
+    (expected,) = mine
     model = build(size, how, change, changes, dtype=dtype, **init)
     frozen(model, freeze)
     trained = [one for one in model.parameters() if one.requires_grad]

@@ -100,7 +100,7 @@ def main(folder):
     model = peft.get_peft_model(base, adapters)
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-4)
     read = []
-    for number in range(3):
+    for number in range(2):
         ids = models.batch(number)
         at = infinity.stats(model)
         model(input_ids=ids, labels=ids).loss.backward()

@@ -51,3 +51,16 @@ def test_names_say_which_values_a_case_has():
 def test_values_of_the_same_name_are_refused():
     with pytest.raises(ValueError, match="2 values have 1 names"):
         matrix(a=[1, "1"])
+
+
+def test_where_all_are_too_many_so_many_values_meet_and_no_more_is_there():
+    axes = {"a": range(5), "b": range(3), "c": range(3), "d": range(2)}
+    pairs = by_default(matrix(**axes)[1])
+    assert [case.values for case in matrix(in_all=2, **axes)[1]] == pairs
+    _, cases = matrix(together=1, in_all=3, **axes)
+    assert by_default(cases) == by_default(matrix(together=1, **axes)[1])
+    for three in itertools.combinations(range(4), 3):
+        values = [list(axes.values())[one] for one in three]
+        met = {tuple(case.values[one] for one in three) for case in cases}
+        assert met == set(itertools.product(*values))
+    assert 45 <= len(cases) < 65

@@ -1,5 +1,5 @@
-"""`infinity bench long` on tiny models, with real processes; its search with measurements that are made up.
-What it measures is not judged here.
+"""`infinity bench long` on tiny models, with real processes, forked but for one; its search with measurements
+that are made up. What it measures is not judged here.
 """
 
 import argparse
@@ -8,6 +8,7 @@ import json
 import matplotlib.pyplot as plt
 import pytest
 
+from contestants import Forked
 from infinity import __main__ as cli
 from infinity.bench.activations import long
 from infinity.bench.engine.runs import RunError
@@ -54,12 +55,17 @@ def cli_options(*given):
 
 @pytest.mark.slow
 @pytest.mark.disk
-def test_contestants_are_measured_and_recorded(folder, tmp_path, capsys):
+def test_contestants_are_measured_and_recorded(folder, tmp_path, capsys, monkeypatch):
+    within = ["--nvme", str(folder), "--within", "64MiB"]
+    alone = long.measured("infinity", 128, cli_options("--who", "infinity", *within))
+    monkeypatch.setattr(long, "Environment", Forked)
     out = tmp_path / "long.json"
-    who = ["--who", "checkpointed,infinity,deepspeed", "--nvme", str(folder), "--within", "64MiB"]
+    who = ["--who", "checkpointed,infinity,deepspeed", *within]
     assert cli.main(["bench", "long", *TINY, *who, "--json", str(out)]) in (0, 1)
     rows = json.loads(out.read_text())["rows"]
     assert {row["who"] for row in rows} == {"checkpointed", "infinity"}
+    (ours,) = (row for row in rows if (row["who"], row["tokens"]) == ("infinity", 128))
+    assert (ours["refused"], ours["losses"]) == (alone["refused"], alone["losses"])
     assert all(row["peak_nbytes"] > 0 and len(row["losses"]) == 2 for row in rows if row["refused"] is None)
     assert "deepspeed: not measured" in capsys.readouterr().out
 
@@ -67,6 +73,7 @@ def test_contestants_are_measured_and_recorded(folder, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.disk
 def test_a_contestant_that_fails_is_named_with_what_it_said_and_ours_is_an_error(folder, monkeypatch):
+    monkeypatch.setattr(long, "Environment", Forked)
     monkeypatch.setitem(long.SHAPES, "1m", {**long.SHAPES["1m"], "num_attention_heads": 7})
     options = cli_options("--who", "plain", "--nvme", str(folder))
     failed = long.measured("plain", 128, options)

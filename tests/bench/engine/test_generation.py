@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from contestants import BOTH
+from contestants import FORKED
 from infinity import __main__ as cli
 from infinity.bench.engine import generation
 from infinity.bench.engine.generation import Runs
@@ -56,7 +56,7 @@ def test_the_first_budget_is_compared_with_accelerate_and_other_tokens_are_told(
 
 @pytest.mark.disk
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
-@pytest.mark.parametrize("environment", BOTH)
+@pytest.mark.parametrize("environment", FORKED)
 def test_contestants_generate_the_same_tokens_and_what_fits_reads_nothing(
     folder, monkeypatch, capsys, environment
 ):
@@ -74,3 +74,14 @@ def test_contestants_generate_the_same_tokens_and_what_fits_reads_nothing(
     assert little["read_nbytes"] > little["parameters"]
     assert much["read_nbytes"] == 0
     assert min(little["disk_bytes_per_s"], much["disk_bytes_per_s"]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.disk
+def test_a_contestant_generates_in_an_interpreter_of_its_own(folder, monkeypatch):
+    monkeypatch.setattr(generation, "_RATE_S", 0.01)
+    options = ["--nvme", str(folder), "--hidden", "64", "--layers", "2", "--tokens", "3", "--prompt", "4"]
+    options += ["--host-memory", "1MiB", "--json", str(folder / "generate.json")]
+    assert cli.main(["bench", "generate", *options]) == 0
+    (row,) = json.loads((folder / "generate.json").read_text())["rows"]
+    assert row["read_nbytes"] > row["parameters"]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from contestants import BOTH
+from contestants import BOTH, FORKED
 from infinity import __main__ as cli
 from infinity.bench.engine import lora
 from infinity.errors import ConfigError
@@ -52,7 +52,7 @@ def test_a_run_above_a_limit_ends_with_1(written, tmp_path, monkeypatch, capsys)
 
 @needs_peft
 @pytest.mark.disk
-@pytest.mark.parametrize("environment", BOTH)
+@pytest.mark.parametrize("environment", FORKED)
 @pytest.mark.parametrize("base", ["bf16", "fp8"])
 def test_a_base_in_files_is_read_as_packed_as_it_is_and_nothing_is_written(
     folder, monkeypatch, base, environment
@@ -69,7 +69,7 @@ def test_a_base_in_files_is_read_as_packed_as_it_is_and_nothing_is_written(
 
 @needs_peft
 @pytest.mark.disk
-@pytest.mark.parametrize("environment", BOTH)
+@pytest.mark.parametrize("environment", FORKED)
 def test_a_small_base_is_read_in_each_step_and_never_written(folder, monkeypatch, environment):
     monkeypatch.setattr(lora, "OWN", environment)
     out = folder / "lora.json"

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from contestants import BOTH
+from contestants import BOTH, FORKED
 from infinity.bench.checkpoint import checkpoints
 from infinity.bench.engine import contestant, memory, rival, runs
 from infinity.bench.engine.runs import OWN, Environment, Model, RunError, measure, settings_of
@@ -203,7 +203,7 @@ def test_on_a_tmpfs_the_engine_counts_the_bytes_that_the_kernel_does_not(environ
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("environment", BOTH)
+@pytest.mark.parametrize("environment", FORKED)
 def test_an_error_of_a_contestant_is_told_in_its_own_words(folder, environment):
     with pytest.raises(RunError) as caught:
         measure(environment, "infinity", Model("1m", 16, 3), folder, settings_of(0))
@@ -222,7 +222,7 @@ def test_a_contestant_that_dies_is_told_with_its_last_lines(folder):
 
 @pytest.mark.multi
 @root
-@pytest.mark.parametrize("environment", BOTH)
+@pytest.mark.parametrize("environment", FORKED)
 def test_a_disk_that_fills_while_training_is_told_and_left_empty(folder, environment):
     with mounted(folder, "-t", "tmpfs", "-o", "size=4m", "tmpfs"):
         with pytest.raises(RunError, match="No space left") as caught:

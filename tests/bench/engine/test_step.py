@@ -28,8 +28,8 @@ from infinity.bench.engine.runs import OWN, parameter_count
 from infinity.bench.planning import cores
 from infinity.errors import ConfigError
 from infinity.storage import disk_speed as disk
+from launches import python
 from measurements import CORES, RUN, SPEEDS, a_round
-from places import SUPPORT
 
 SMALL = "512MiB"
 RIVAL, PLAIN, KERNELS = (Case(kind, 64) for kind in ("deepspeed", "plain", "plain_kernels"))
@@ -380,16 +380,29 @@ def test_a_signal_leaves_neither_files_nor_processes(folder, number, code):
     assert mentioning(str(nvme)) == []
 
 
+REFUSED = """
+import errno, sys
+import seccomp_run
+from contestants import Forked
+from infinity import __main__ as cli
+from infinity.bench.engine import step
+from infinity.bench.engine.runs import OWN
+
+seccomp_run.refuse(errno.EPERM)
+step.OWN = Forked(OWN.python)
+raise SystemExit(cli.main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.skipif(disk.filesystem(Path("/dev/shm")) != "tmpfs", reason="no tmpfs at /dev/shm")  # noqa: S108
 def test_it_works_on_a_tmpfs_with_io_uring_refused(tmp_path):
     out, picture = tmp_path / "step.json", tmp_path / "step.png"
-    refusing = [sys.executable, str(SUPPORT / "seccomp_run.py"), "EPERM"]
-    command = [*refusing, sys.executable, "-m", "infinity", *TINY, "--nvme", "/dev/shm/infinity-test"]  # noqa: S108
+    command = ["-c", REFUSED, *TINY, "--nvme", "/dev/shm/infinity-test"]  # noqa: S108
     command += ["--peer", "torch", "--json", str(out), "--plot", str(picture)]
     Path("/dev/shm/infinity-test").mkdir(exist_ok=True)  # noqa: S108
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = python(*command, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = {row["contestant"]: row for row in json.loads(out.read_text())["rows"]}
     assert list(rows) == [

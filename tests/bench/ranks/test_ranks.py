@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from contestants import forked_ranks
 from infinity import __main__ as cli
 from infinity.bench.engine.runs import OWN, Model, RunError
 from infinity.bench.ranks import launch, ranks
@@ -162,8 +163,15 @@ def test_bad_options_are_refused_before_anything_runs(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.disk
-def test_two_ranks_are_measured_beside_ddp_and_fsdp2(folder):
+def test_two_ranks_are_measured_beside_ddp_and_fsdp2(folder, monkeypatch):
+    """Ours are started as by the command, those of the peers are forked."""
     assert ranks.HELP
+    real = launch._started
+
+    def started(environment, spec, *more):
+        return (real if spec["kind"] == "infinity" else forked_ranks)(environment, spec, *more)
+
+    monkeypatch.setattr(launch, "_started", started)
     out = folder / "ranks.json"
     few = ["--model", "1m", "--rounds", "1", "--steps", "4", "--host-memory", "8MiB"]
     peers = ["--peer", "ddp", "--peer", "fsdp2"]

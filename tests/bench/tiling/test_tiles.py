@@ -1,8 +1,11 @@
-"""`infinity bench tiles` on tiny shapes, with real processes. What they measure is not judged here."""
+"""`infinity bench tiles` on tiny shapes, with real processes, but for a sweep. What they measure is not
+judged here.
+"""
 
 import argparse
 import json
 import os
+from typing import ClassVar
 
 import pytest
 
@@ -36,6 +39,25 @@ CASE = {
 }
 
 
+class Fake:
+    """A contestant whose figures are made up: seconds by who it is, and the number of all steps so far."""
+
+    steps: ClassVar[list] = []
+
+    def __init__(self, case, _environment):
+        self.who = case["who"]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def step(self):
+        self.steps.append(self.who)
+        return {"seconds": {"plain": 2.0, "infinity": 3.0}[self.who], "peak_nbytes": len(self.steps)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_is_measured_plain_and_in_tiles(kind, tmp_path, capsys):
@@ -51,7 +73,9 @@ def test_each_kind_is_measured_plain_and_in_tiles(kind, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_sweep_makes_a_row_for_each_value_and_a_picture_and_says_what_fits(tmp_path, capsys):
+def test_a_sweep_makes_a_row_for_each_value_and_a_picture_and_says_what_fits(tmp_path, capsys, monkeypatch):
+    """What contestants measure is made up: the test before has real ones."""
+    monkeypatch.setattr(tiles, "Worker", Fake)
     files = ["--json", str(tmp_path / "t.json"), "--plot", str(tmp_path / "t.png")]
     sweep = ["--kind", "mlp", *TINY, "--sweep", "tokens=64,128", "--within", "1GiB"]
     assert cli.main(["bench", "tiles", *sweep, *files]) == 0
@@ -67,23 +91,8 @@ def test_a_sweep_makes_a_row_for_each_value_and_a_picture_and_says_what_fits(tmp
 
 
 def test_everyone_steps_once_a_round_and_the_order_turns(monkeypatch):
-    steps = []
-
-    class Fake:
-        def __init__(self, case, _environment):
-            self.who = case["who"]
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def step(self):
-            steps.append(self.who)
-            return {"seconds": {"plain": 2.0, "infinity": 3.0}[self.who], "peak_nbytes": len(steps)}
-
     monkeypatch.setattr(tiles, "Worker", Fake)
+    monkeypatch.setattr(Fake, "steps", steps := [])
     rows = tiles.race(CASE, {"plain": Environment("p"), "infinity": Environment("p")}, 3)
     assert steps == ["plain", "infinity", "infinity", "plain", "plain", "infinity"]
     assert [(row["of_plain"], row["peak_nbytes"]) for row in rows] == [(1.0, 5), (1.5, 6)]
