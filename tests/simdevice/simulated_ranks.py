@@ -152,10 +152,21 @@ def planned(plain, case, engine):
     }
 
 
-def run(name: str, simulator: Simulator) -> dict[str, object]:
-    """Train as one of the ranks, and beside plain data parallelism in memory."""
+def in_memory(case):
+    """Return a model that plain data parallelism has trained, and its losses."""
     from ranks_run import mean_over_ranks
 
+    torch.manual_seed(0)
+    plain = models.MODELS["llama"]()
+    trained = freeze(plain, case)
+    for parameter in trained:
+        parameter.register_hook(mean_over_ranks)
+    prepare(plain, torch.bfloat16).train()
+    return plain, train(plain, ReferenceAdamW(trained, **SETTINGS), "cpu", case)
+
+
+def run(name: str, simulator: Simulator) -> dict[str, object]:
+    """Train as one of the ranks, and beside plain data parallelism in memory."""
     dist.init_process_group("gloo")
     Channel.gather, Channel.exchange = gather_over_host, exchange_over_host
     case = CASES[name]
@@ -163,13 +174,7 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
         tempfile.TemporaryDirectory(prefix="infinity-", dir=disk()) as folder,
     ):
-        torch.manual_seed(0)
-        plain = models.MODELS["llama"]()
-        trained = freeze(plain, case)
-        for parameter in trained:
-            parameter.register_hook(mean_over_ranks)
-        prepare(plain, torch.bfloat16).train()
-        expected = train(plain, ReferenceAdamW(trained, **SETTINGS), "cpu", case)
+        plain, expected = in_memory(case)
         torch.manual_seed(0)
         model = prepare(models.MODELS["llama"](), torch.bfloat16).train()
         freeze(model, case)
