@@ -509,7 +509,8 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
     def decide_now(self, gradient: Gradient) -> Update:
         """Decide the update of a gradient's parameter, which is applied in the backward."""
         parameter = gradient.unit.parameters[gradient.index]
-        self.regroup()
+        if not self._applied:  # the first since the last step: of many slices, each would take long
+            self.regroup()
         place = self.mine[id(parameter)]
         self.make_room(place.engine, parameter)
         self._applied.add(id(parameter))

@@ -173,8 +173,13 @@ def test_lora_learns_beside_fp8_weights_which_cannot_be_trained_themselves(folde
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "nf4"])
-def test_adapters_learn_beside_weights_that_are_quantised_for_them(folder, base, lines, dtype):
+def test_adapters_learn_beside_weights_that_are_quantised_for_them(folder, lines, dtype):
     pytest.importorskip("peft")
+    torch.manual_seed(0)
+    sizes = {**models.SIZES, "hidden_size": 64, "intermediate_size": 128}
+    base = folder / "base"
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(base)
+    tokenizer().save_pretrained(base)
     asked = ["--model", base, "--data", lines, "--lora", "4", "--lr", "3e-2"]
     exact = losses(train(folder / "exact", *asked))
     coded = losses(train(folder / "coded", *asked, "--frozen-dtype", dtype))
