@@ -176,7 +176,10 @@ class Arrivals:
         if not isinstance(grad, OffloadedGradient):
             _check_dense(grad, unit, index)
             if updater is not None and updater.applied(parameter):
-                raise UnsupportedError(applied_message(unit, "a second backward before step()"))
+                why = applied_message(unit, "a second backward before step()")
+                if self._ranks is not None:  # which wait for this one
+                    self._ranks.post_failure(f"UnsupportedError: {why}", ends=False)
+                raise UnsupportedError(why)
             if unit.distributed or is_distributed(grad):
                 grad = part_of(unit.parameters[index], grad, f"{unit.name}: a gradient")
             grad = plain(grad)
