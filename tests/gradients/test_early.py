@@ -212,7 +212,7 @@ def test_a_second_backward_behind_early_updates_is_an_error_that_names_the_cure(
     both.backward(3)
     with pytest.raises(UnsupportedError, match='update="forward"'):
         both.backward(4)
-    ((why, ends),) = told
+    why, ends = told[0]
     assert "a second backward before step() needs the gradient" in why, "other ranks are told"
     assert not ends
 
