@@ -256,5 +256,5 @@ def test_what_another_rank_has_no_room_for_stays_below_on_this_one_and_nothing_i
 def test_a_rank_says_which_records_it_has_no_room_for_before_any_comes_up(folder, late, monkeypatch):
     late.free = 64 << 20
     scratch = 11 * LAYER  # for intermediate values
-    free = 2 * simulated_tiers.RECORD_NBYTES + scratch
+    free = 2 * simulated_tiers.RECORD_NBYTES + scratch + 3 * LAYER  # which a third has no room in
     assert records_there(folder, monkeypatch, free=free) == ([0, 1], [2, 3])
