@@ -30,7 +30,6 @@ places, nor within the first 20 steps: that is followed as before. With a SURPRI
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
@@ -53,6 +52,16 @@ _LEAST_UNIT_VARIANCE = 0.05
 """Added to that of one unit's."""
 
 
+Counted = tuple[NDArray[np.int64], NDArray[np.float64]]
+"""Units, each once, and how often each was counted."""
+
+
+def _counted(counts: Mapping[int, int]) -> Counted:
+    """Return the same as columns, which all averages take."""
+    found = np.fromiter(counts, np.int64, len(counts))
+    return found, np.fromiter(counts.values(), np.float64, len(counts))
+
+
 class Frequencies:
     """Uses and updates of each unit, expected per step. 150 bytes a unit."""
 
@@ -64,9 +73,9 @@ class Frequencies:
         self._touched = _Followed(units, half_life_steps)  # whether a step has any use
         self._settled_at = 0
         # Of this step, those that have any: of many slices a step uses few.
-        self._used: Counter[int] = Counter()
-        self._fetched: Counter[int] = Counter()
-        self._updated: Counter[int] = Counter()
+        self._used: dict[int, int] = {}
+        self._fetched: dict[int, int] = {}
+        self._updated: dict[int, int] = {}
         self._steps_used = np.zeros(units, np.int64)
 
     @property
@@ -81,7 +90,7 @@ class Frequencies:
         it. A unit that is pinned where it computes was not kept: what is expected must not depend on where
         the unit is placed now, or the placement would chase itself.
         """
-        self._used[unit] = self._used.get(unit, 0) + 1  # Counter has code in Python for what is missing
+        self._used[unit] = self._used.get(unit, 0) + 1
         if not kept:
             self._fetched[unit] = self._fetched.get(unit, 0) + 1
 
@@ -91,13 +100,14 @@ class Frequencies:
 
     def close_step(self) -> None:
         """Fold what this step counted into what is expected."""
-        counted = (self._uses, self._used), (self._fetches, self._fetched), (self._updates, self._updated)
-        touched = dict.fromkeys(self._used, 1)
-        self._steps_used[list(touched)] += 1
-        self._touched.close_step(touched)
-        for average, now in counted:
-            average.close_step(now)
-            now.clear()
+        used = _counted(self._used)
+        self._steps_used[used[0]] += 1
+        self._touched.close_step((used[0], np.ones(len(used[0]))))
+        self._uses.close_step(used)
+        self._fetches.close_step(_counted(self._fetched))
+        self._updates.close_step(_counted(self._updated))
+        for counts in (self._used, self._fetched, self._updated):
+            counts.clear()
         changed = self._touched.changed()
         if changed is not None:
             for one in (self._uses, self._fetches, self._updates, self._touched):
@@ -123,11 +133,11 @@ class Frequencies:
         """Return `uses` of each unit."""
         return self._uses.of_all()
 
-    def uses_with_another(self, unit: int, less: float) -> float:
-        """Return the uses that will be expected when a step is over that uses a unit once more, and each of
-        its uses counts so much `less`.
+    def uses_with_another(self, units: NDArray[np.int64], less: float) -> NDArray[np.float64]:
+        """Return the uses of these units that will be expected when a step is over that uses each once more,
+        and each of its uses counts so much `less`.
         """
-        return self._uses.with_another(unit, 1 - less)
+        return self._uses.with_another(units, 1 - less)
 
     def share_of_steps(self, unit: int) -> float:
         """Return the share of steps that are expected to use a unit at all."""
@@ -161,9 +171,10 @@ class _Average:
         self.sum = np.zeros(count)
         self.weight = np.zeros(1)
 
-    def close_step(self, counted: Mapping[int, int]) -> None:
+    def close_step(self, counted: Counted) -> None:
+        units, counts = counted
         self.sum *= self.decay
-        self.sum[list(counted)] += list(counted.values())
+        self.sum[units] += counts
         self.weight = self.weight * self.decay + 1
         self.steps += 1
 
@@ -185,7 +196,7 @@ class _Followed:
     def steps(self) -> int:
         return self._all.steps
 
-    def close_step(self, now: Mapping[int, int]) -> None:
+    def close_step(self, now: Counted) -> None:
         for average in (self._all, self._recent):
             average.close_step(now)
 
@@ -195,10 +206,11 @@ class _Followed:
     def of_all(self) -> NDArray[np.float64]:
         return self._all.all()
 
-    def with_another(self, index: int, count: float) -> float:
+    def with_another(self, units: NDArray[np.int64], count: float) -> NDArray[np.float64]:
         decay = self._all.decay
-        weight = float(self._all.weight[index]) * decay + 1
-        return float((self._all.sum[index] * decay + count) / weight)
+        weights = self._all.weight[units] * decay + 1
+        expected: NDArray[np.float64] = (self._all.sum[units] * decay + count) / weights
+        return expected
 
     def changed(self) -> NDArray[np.bool_] | None:
         """Return of which units the share of steps that use them is another; None where the pattern is what
