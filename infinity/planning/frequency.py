@@ -15,12 +15,12 @@ more bytes, since a rare expert that happens to be used twice looks like a frequ
 
 So there is a second, short average, of which units a step uses. Where the two are further apart than
 wavering explains, those units that are get the short one for the long one, and the placement is revised in
-each of the next steps. How far apart they are is the squared differences of all units together, by what these would be on
-average, were each used by itself, at its own frequency: about 0.6 of that where nothing changes, always, of
-many experts by Zipf's law; now and then more than 2 where a step draws one of a few topics, which use many
-experts together. So it is learnt what is usual, and how much that spreads, from the steps before the last LAG,
-so that a change is none of them; "further apart" is SPREADS of those above it, and SURPRISE at least. While
-it still rises steeply, the short average has seen too little of what is new: then nothing is done below
+each of the next steps. How far apart they are is the squared differences of all units together, by what
+these would be on average, were each used by itself, at its own frequency: about 0.6 of that where nothing
+changes, always, of many experts by Zipf's law; now and then more than 2 where a step draws one of a few
+topics, which use many experts together. So it is learnt what is usual, and how much that spreads, from the steps before the last
+LAG, so that a change is none of them; "further apart" is SPREADS of those above it, and SURPRISE at least.
+While it still rises steeply, the short average has seen too little of what is new: then nothing is done below
 AT_ONCE.
 
 Simulated (240 steps, means of several seeds), NVMe bytes against those of the long average alone. A set of 8
