@@ -13,12 +13,12 @@ placement is revised (see pins). So a changed pattern was followed after 24 to 3
 5 steps and a revision in every fourth it would be after 8; but then routing that only wavers moves up to 12 %
 more bytes, since a rare expert that happens to be used twice looks like a frequent one.
 
-So there is a second, short average, of which units a step uses. Where the two are further apart than
-wavering explains, those units that are get the short one for the long one, and the placement is revised in
-each of the next steps. How far apart they are is the squared differences of all units together, by what
-these would be on average, were each used by itself, at its own frequency: about 0.6 of that where nothing
-changes, always, of many experts by Zipf's law; now and then more than 2 where a step draws one of a few
-topics, which use many experts together. So it is learnt what is usual, and how much that spreads, from the steps before the last
+So there is a second, short average, of which units a step uses. Where the two are further apart than wavering
+explains, those units that are get the short one for the long one, and the placement is revised in each of the
+next steps. How far apart they are is the squared differences of all units together, by what these would be on
+average, were each used by itself, at its own frequency: about 0.6 of that where nothing changes, always, of
+many experts by Zipf's law; now and then more than 2 where a step draws one of a few topics, which use many
+experts together. So it is learnt what is usual, and how much that spreads, from the steps before the last
 LAG, so that a change is none of them; "further apart" is SPREADS of those above it, and SURPRISE at least.
 While it still rises steeply, the short average has seen too little of what is new: then nothing is done below
 AT_ONCE.
