@@ -189,6 +189,18 @@ def test_what_took_free_room_leaves_for_what_is_used_more_often(made):
     assert len(model.pinned()) < 8
 
 
+def test_a_decision_asks_no_unit_how_it_is_packed_that_never_was(made, monkeypatch):
+    model, asked = made(6, 2 * (HI + LO + M + V)), []
+    for _ in range(12):
+        model.step()
+    monkeypatch.setattr(Record, "packed_nbytes", property(lambda record: asked.append(record)))
+    before = model.pins.reason
+    for _ in range(12):
+        model.step()
+    assert asked == []
+    assert before == model.pins.reason, "nothing moves"
+
+
 # What is decided after the first step
 
 
