@@ -193,7 +193,7 @@ def test_a_decision_asks_no_unit_how_it_is_packed_that_never_was(made, monkeypat
     model, asked = made(6, 2 * (HI + LO + M + V)), []
     for _ in range(12):
         model.step()
-    monkeypatch.setattr(Record, "packed_nbytes", property(lambda record: asked.append(record)))
+    monkeypatch.setattr(Record, "packed_nbytes", property(asked.append))
     before = model.pins.reason
     for _ in range(12):
         model.step()
