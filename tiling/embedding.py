@@ -50,8 +50,11 @@ class TiledEmbedding(Routed, nn.Embedding):
             )
         grid = Grid(cut(num_embeddings, row_tiles), (embedding_dim,))
         tiles = [EmbeddingTile(_empty((rows, embedding_dim), device, dtype)) for rows in grid.rows]
-        probe = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device="meta")
-        self._assemble(tiles, grid, probe.padding_idx, scale_grad_by_freq, sparse)
+        if padding_idx is not None:
+            if not -num_embeddings <= padding_idx < num_embeddings:
+                raise ValueError(f"padding_idx={padding_idx}: the embedding has {num_embeddings} rows")
+            padding_idx %= num_embeddings
+        self._assemble(tiles, grid, padding_idx, scale_grad_by_freq, sparse)
         self.reset_parameters()
 
     @classmethod

@@ -4,8 +4,9 @@ the bytes that steps of a small Mixtral move, with its experts one by one and wh
     infinity bench experts --nvme DIR --json experts.json
 
 Traces are drawn with a stated skew and drift; see routing. Belady's optimum, which knows the future, is the
-limit of all policies, and "odds known" in the mean that of those which do not know it. Where libcachesim is
-installed, its Belady is shown, too. --recorded adds traces of a model that was trained on text: see recorded.
+limit of all policies, "odds known" in the mean that of those which do not know it, and "learnt" that of those
+which have to learn how popular each expert is. Where libcachesim is installed, its Belady is shown, too.
+--recorded adds traces of a model that was trained on text: see recorded.
 The Mixtral is real: random weights, few tokens, everything on NVMe that the budget does not hold.
 """
 
@@ -22,6 +23,7 @@ from rich.console import Console
 from infinity.bench.arguments import positive, some_size
 from infinity.bench.engine.runs import folder_on
 from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, report
+from infinity.bench.planning.caches import CACHES, followed
 from infinity.bench.planning.library_caches import cached_by, is_installed
 from infinity.bench.planning.recorded import recorded_runs
 from infinity.bench.planning.routing import POLICIES, TRACES, PolicyResult, Run, compared
@@ -30,6 +32,8 @@ HELP = "which experts stay in memory, beside LRU, LFU and Belady's optimum; the 
 _SHARES = (8, 4, 2)
 _LIBRARYS = "Belady, libcachesim"
 _BOUND = "odds known"
+_LEARNT = "learnt"
+_ON_LINE = ("LRU", "LFU", *CACHES)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,8 +85,13 @@ def simulated(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         ]
         for of_room in zip(*(compared(one, rooms, _policies()) for one in runs), strict=True):
             means = {key: sum(float(row[key]) for row in of_room) / len(of_room) for key in of_room[0]}
-            bound = kind.most_hits(options.experts, options.tokens, int(means["room"]))
-            yield {"trace": kind.name, **means, f"{_BOUND} hits": bound}
+            room = int(means["room"])
+            bounds = {f"{_BOUND} hits": kind.most_hits(options.experts, options.tokens, room)}
+            if not kind.drift:
+                sizes = options.steps, options.experts, options.tokens, room
+                learnt = [kind.most_learnt(seed, *sizes) for seed in range(options.seeds)]
+                bounds[f"{_LEARNT} hits"] = sum(learnt) / len(learnt)
+            yield {"trace": kind.name, **means, **bounds}
 
 
 def of_recorded(file: Path) -> Iterator[dict[str, Any]]:
@@ -97,7 +106,8 @@ def of_recorded(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _policies() -> Mapping[str, Callable[[Run, int], PolicyResult]]:
-    return {**POLICIES, _LIBRARYS: partial(cached_by, "Belady")} if is_installed() else POLICIES
+    librarys = {_LIBRARYS: partial(cached_by, "Belady")} if is_installed() else {}
+    return {**POLICIES, **{name: partial(followed, name) for name in CACHES}, **librarys}
 
 
 def trained(how: str, folder: str | Path, host_nbytes: int) -> dict[str, float]:
@@ -153,11 +163,18 @@ def findings_of(
         for name in ("Infinity", _BOUND)
     )
     of_bound = min((row["Infinity hits"] / row[f"{_BOUND} hits"] for row in skewed), default=0.0)
-    online = [max(row["LRU hits"], row["LFU hits"]) - row["Infinity hits"] for row in rows]
+    online = [max(row[f"{name} hits"] for name in _ON_LINE) - row["Infinity hits"] for row in rows]
+    learnt = [
+        f"{row['trace']}, room {row['room']:.0f}: {percent(row[f'{_LEARNT} hits'] / row['Belady hits'])}, "
+        f"Infinity {percent(row['Infinity hits'] / row['Belady hits'])}"
+        for row in skewed
+        if f"{_LEARNT} hits" in row
+    ]
     best = f"of the best that does not know what is drawn {percent(most)}, of which {percent(of_bound)}"
     lines = [
         f"hits beside Belady's, on skewed traces: at least {percent(least)}; {best}",
-        f"hits below the better of LRU and LFU: at most {percent(max(0.0, *online))} of the uses",
+        f"hits below the best of {', '.join(_ON_LINE)}: at most {percent(max(0.0, *online))} of the uses",
+        f"the most of Belady's hits that can be learnt, in the mean: {'; '.join(learnt)}",
     ]
     for how, of in moved.items():
         lines.append(
@@ -170,7 +187,7 @@ def findings_of(
         columns=[
             Column("trace", "routing"),
             Column("room", "room", lambda value: f"{value:.0f}"),
-            *(Column(f"{name} hits", name, percent) for name in (*_policies(), _BOUND)),
+            *(Column(f"{name} hits", name, percent) for name in (*_policies(), _BOUND, _LEARNT)),
         ],
         verdicts=lines,
         options=asked(options),

@@ -23,6 +23,8 @@ one slice after the other: no gradient tells that the last slice is done with a 
 Following each module costs as much as computing it, where one token is computed with a small layer. So a
 forward without gradients that finds all its units where they compute, so that a use would fetch nothing,
 holds all of them from its begin to its end, and the modules in it are not followed.
+Of many experts, or rows, which the data chooses among, a token uses few: their tiles are followed, and each
+holds its own.
 
 [Note: covered modules]
 Nor are the modules in a block followed whose units, all of them, the block holds (Config(units="block")):
@@ -54,7 +56,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -138,6 +140,10 @@ class Hooks:
         self._counting = False
         self._at_once = False
         """Whether the outermost forward holds all units in it: see [Note: all at once]."""
+        self._tiles: set[int] = set()
+        """The id() of the tiles that the data chooses among."""
+        self._chosen: set[Unit] = set()
+        """Their units."""
         self._held: set[Unit] = set()
         self._holds: defaultdict[Unit, list[int]] = defaultdict(list)
         """For each hold that lasts until the gradients accumulate: the graph task in which it began."""
@@ -168,6 +174,12 @@ class Hooks:
     def begin_step(self) -> None:
         """A step was decided: count the uses of the next one."""
         self._forward_uses.clear()
+
+    def know_chosen(self, units_of: Mapping[int, Sequence[Unit]]) -> None:
+        """Know tiles, by their id(), that the data chooses among; units_of: those of each."""
+        routed = self._residency.routed
+        self._tiles.update(units_of)
+        self._chosen.update(one for units in units_of.values() for one in units if one in routed)
 
     # Forward
 
@@ -208,8 +220,9 @@ class Hooks:
         self._frames.append(frame)
         if task != -1:
             self._note_backward(task)
-        if self._at_once and outer is None:
-            self._residency.hold_here(below, frame.units)
+        if self._at_once and (outer is None or key in self._tiles):
+            own = units if key in self._tiles else [one for one in below if one not in self._chosen]
+            self._residency.hold_here(own, frame.units)
             return
         as_chosen = slices and self._residency.in_round  # see [Note: routed units in tiles]
         for unit in units:
@@ -290,7 +303,9 @@ class Hooks:
         """Whether the outermost forward holds the units of `module`, which begins or ends within it: see
         [Note: all at once].
         """
-        if not self._at_once or len(self._frames) != 1 or self._frames[0].module == id(module):
+        if not self._at_once or len(self._frames) != 1:
+            return False
+        if self._frames[0].module == id(module) or id(module) in self._tiles:
             return False
         return not torch.is_grad_enabled() and graph_task() == -1
 

@@ -30,8 +30,6 @@ from infinity.sizes import BLOCK, format_size
 from infinity.storage import disk_speed as disk
 from infinity.storage.nvme import check_folder
 
-_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
-_OVER_NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs"})
 _IO_URING_DISABLED = Path("/proc/sys/kernel/io_uring_disabled")
 _CPUINFO = Path("/proc/cpuinfo")
 _GPUS = Path("/proc/driver/nvidia/gpus")
@@ -151,11 +149,11 @@ def _storage(folder: str, outline: Outline | None, *, measure: bool) -> Iterator
         return
     path = Path(folder).resolve()
     kind = disk.filesystem(path)
-    if kind in _IN_MEMORY:
+    if kind in disk.IN_MEMORY:
         found = f"{path}, {kind}: its files are in memory, so training there saves none"
         yield Finding("folder", found, _ANOTHER)
     else:
-        slow = "this is a network: use a local drive" if kind in _OVER_NETWORK else ""
+        slow = "this is a network: use a local drive" if kind in disk.OVER_NETWORK else ""
         yield Finding("folder", f"{path}, {kind}", slow)
     yield _engine(folder)
     yield _direct(folder)

@@ -45,6 +45,7 @@ from infinity.engine.module_records import (
 from infinity.engine.origins import Origins
 from infinity.engine.overflow import Overflow
 from infinity.engine.pretrained import Mapped, check_values, name_file
+from infinity.engine.real_parameters import RealParameters
 from infinity.engine.refused import check_kept, refuse_packed
 from infinity.engine.scripting import refuse_script
 from infinity.engine.stand_ins import StandIns
@@ -98,8 +99,8 @@ class Construction:
         self._copied: Counter[str] = Counter()
         """Bytes of a checkpoint that got records of their own, by the reason."""
         self._entries: dict[int, BuiltParameter] = {}
-        self._real: dict[int, BuiltParameter] = {}  # the one touched longest ago first
-        self._records: list[Record] = []
+        self._real = RealParameters()
+        self._records: dict[Record, None] = {}
         self._mapped: Mapped | None = None
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._window_nbytes = max(engine.budget.total_nbytes // 2, 1)
@@ -283,7 +284,7 @@ class Construction:
             # Where slices are, was looked for when their stack came.
             looks = self._origins.knows if isinstance(module, Piece) else self._origins.may_have
             entry.note_mapped(is_mapped=looks(parameter))
-        self._real[id(parameter)] = entry
+        self._real.add(parameter, entry)
         set_owner(parameter, self._engine)
         return True
 
@@ -293,27 +294,11 @@ class Construction:
     # Eviction and its reverse
 
     def _make_room(self, keep: Iterable[nn.Module | None]) -> None:
-        """Evict the modules touched longest ago until the real parameters fit the window.
-
-        Never a part of `keep`, nor what others hold a view of (`w = p.data`): they may yet write to it.
-        """
-        self._real = {key: entry for key, entry in self._real.items() if entry.parameter() is not None}
-        real_nbytes = sum(entry.nbytes for entry in self._real.values())
-        kept = {id(part) for module in keep if module is not None for part in module.modules()}
-        for entry in list(self._real.values()):
-            if real_nbytes <= self._window_nbytes:
-                return
-            parameter, module = entry.parameter(), entry.module()
-            if parameter is None or id(parameter) not in self._real or id(module) in kept:
-                continue
-            together = (
-                [entry] if module is None else [one for one in self._real.values() if one.module() is module]
-            )
-            if any(one.nbytes for one in together) and not any(one.has_views for one in together):
-                real_nbytes -= sum(one.nbytes for one in together)
-                if self._mapped is not None:
-                    self._origins.look()
-                self._evict(together)
+        """Evict the modules touched longest ago until the real parameters fit the window."""
+        for together in self._real.first_out(self._window_nbytes, keep):
+            if self._mapped is not None:
+                self._origins.look()
+            self._evict(together)
 
     def _evict(self, entries: Sequence[BuiltParameter]) -> None:
         """Write real parameters of one module to their records, and release them."""
@@ -328,7 +313,7 @@ class Construction:
         for entry, parameter in alive:
             release(parameter, placeholder(local(parameter).shape, entry.dtype, parameter.device))
             self.asked.note(parameter, entry.asked)
-            self._real.pop(id(parameter), None)
+            self._real.remove(id(parameter))
         if self._mapped is not None:  # of what lies in files nothing was read
             self._mapped.taken(sum(entry.nbytes for entry, _ in alive if id(entry) not in lain))
 
@@ -354,7 +339,7 @@ class Construction:
             module = together[0][0].module()
             part = module.part if isinstance(module, ExpertTile) else None
             record = self._engine.new_record([parameter for _, parameter in together], name, schema, part)
-            self._records.append(record)
+            self._records[record] = None
             ranges = self._ranges([parameter for _, parameter in together], record)
             if ranges is not None:
                 self._engine.lay_in_files(record, ranges)
@@ -406,7 +391,7 @@ class Construction:
             restore(parameter, values)
             entry.note_mapped(is_mapped=False)
             self.asked.note(parameter, asked)
-            self._real[id(parameter)] = entry
+            self._real.add(parameter, entry)
         used = [self._entries.get(id(leaf)) for leaf in pytree.tree_leaves((parameters, args))]
         self._make_room(keep=[entry.module() for entry in used if entry is not None])
 
@@ -417,7 +402,7 @@ class Construction:
         TensorFileError naming a file that could not be opened.
         """
         name_file(error)
-        self._overflow.refuse_half(self._records, error)
+        self._overflow.refuse_half(list(self._records), error)
 
     def models(self) -> list[nn.Module]:
         """Return the models so far."""
@@ -474,7 +459,7 @@ class Construction:
             self._evict([one for one in entries if id(one.parameter()) in self._real])
             record = self._engine.new_record(parameters, f"block no. {len(self._records)}", kinds[0].schema)
             self._engine.lay_in_files(record, [one.lies for one in entries if one.lies is not None])
-            self._records.append(record)
+            self._records[record] = None
             for index, entry in enumerate(entries):
                 entry.belongs_to(record, index)
             return
@@ -485,7 +470,7 @@ class Construction:
             self._restore(parameters, "data", ())
         for left in dict.fromkeys(one.leave_record() for one in entries):
             if left is not None:
-                self._records.remove(left)
+                del self._records[left]
                 for field in left.schema.weights:
                     left.drop(field)
         self._evict(entries)
@@ -523,7 +508,7 @@ class Construction:
         if evicted and entry.record is not None and entry.record.in_files is not None:
             return [self._block_in_files(entry, weight, rows) for rows, _ in grid.slices()]
         if not evicted:
-            del self._real[id(weight)]
+            self._real.remove(id(weight))
             return [self._block(weight, weight.detach()[rows], entry) for rows, _ in grid.slices()]
         tiles = []
         # There is room for some blocks, and perhaps not for all of the weight. They are read together into
@@ -564,7 +549,7 @@ class Construction:
         tile = EmbeddingTile(piece)
         entry = self._entries[id(piece)] = BuiltParameter(piece, tile, "weight", of.asked)
         record = self._engine.new_record([piece], f"rows no. {len(self._entries)}", self._schema(of.asked))
-        self._records.append(record)
+        self._records[record] = None
         self._engine.lay_in_files(record, [FileRange(path, offset + rows.start * of_row, shape[0] * of_row)])
         entry.belongs_to(record, 0)
         set_owner(piece, self._engine)
@@ -575,7 +560,7 @@ class Construction:
     def _hand_over(self, named: list[tuple[str, nn.Module]], blocks: Sequence[Block]) -> None:
         units, units_of = name_records(named, self._entry, self._engine.schema.dtype)
         joined = name_blocks(blocks, units_of)
-        self._overflow.refuse(self._records, units)
+        self._overflow.refuse(list(self._records), units)
         for record in [one for one in self._records if one not in units]:  # of parameters in no model
             for field in record.schema.weights:
                 record.drop(field)

@@ -61,7 +61,29 @@ def tensor_parallel(model: nn.Module, mesh: Any) -> nn.Module:
         _divide(model, name, modules.get(name), style, mesh)
     for places in tied:
         _tie(places)
+    _hold_own_heads(model, mesh.size())
     return model
+
+
+def _hold_own_heads(model: Any, size: int) -> None:
+    """Have static caches that are made ahead, as for a prompt in chunks, hold the heads of this rank alone.
+
+    transformers asks `_tp_size`, which it sets where it has divided a model itself. It cannot stay set: to a
+    Trainer it says that all that the model is on is such a mesh.
+    """
+    usual = getattr(model, "_get_static_cache_init_shape", None)
+    if usual is None:  # of a transformers that makes none ahead
+        return
+
+    @wraps(usual)
+    def shape() -> Any:
+        model._tp_size = size  # noqa: SLF001 - what transformers asks
+        try:
+            return usual()
+        finally:
+            del model._tp_size  # noqa: SLF001
+
+    model._get_static_cache_init_shape = shape  # noqa: SLF001
 
 
 def _resolved(model: Any, size: int) -> dict[str, str]:

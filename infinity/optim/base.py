@@ -281,9 +281,10 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
         if self.update == "auto":
             with self.telling_others():
                 self.check_none_is_dropped(())
-        having = self._having_gradients()
+        watches = [engine.arrivals.slices for engine in self._engines.values()]
+        having = self._with_gradients.in_no_order(self.param_groups, watches)
         with torch._C.DisableTorchFunctionSubclass():
-            for _, one in having if set_to_none else ():
+            for one in having if set_to_none else ():
                 one.grad = None
             if having and not set_to_none:
                 super().zero_grad(set_to_none)

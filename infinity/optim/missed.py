@@ -107,6 +107,8 @@ class Stack:
         self._steps: list[MissedStep] = []
         self._dropped = 0
         """Steps before the first of these."""
+        self._all_train = False
+        """Whether none was frozen when `tell_frozen` looked."""
         self._level = dict.fromkeys(range(len(self._slices)))
         self._told: list[int] = []
         """Those that have become level since `level` was called."""
@@ -127,10 +129,10 @@ class Stack:
     def tell_frozen(self) -> None:
         """Have slices be level that are trained no more: they miss nothing while they are frozen."""
         with torch._C.DisableTorchFunctionSubclass():  # whether it is trained is no value: no guard is asked
-            if not all(map(_trained, self._parameters)):
-                for number, one in enumerate(self._slices):
-                    if number in self._since and not one.parameter.requires_grad:
-                        one.unit.pending  # noqa: B018 - tells it
+            self._all_train = all(map(_trained, self._parameters))
+            for number, one in () if self._all_train else enumerate(self._slices):
+                if number in self._since and not one.parameter.requires_grad:
+                    one.unit.pending  # noqa: B018 - tells it
 
     def level(self, found: Container[int]) -> list[Slice]:
         """Return the trained slices that are level and have no gradient in a step. found: the id() of each
@@ -145,9 +147,11 @@ class Stack:
         return self._begin_of(told, found)
 
     def _begin_of(self, numbers: Iterable[int], found: Container[int]) -> list[Slice]:
+        level = [one for number in numbers if id((one := self._slices[number]).parameter) not in found]
+        if self._all_train:  # each look at one of many, which the CPU has not in its caches, would cost
+            return level
         with torch._C.DisableTorchFunctionSubclass():
-            level = [self._slices[number] for number in numbers]
-            return [one for one in level if id(one.parameter) not in found and one.parameter.requires_grad]
+            return [one for one in level if one.parameter.requires_grad]
 
     def due(self) -> Iterator[Unit]:
         """Yield the units of slices that have missed as many steps as they may; also where they were told of

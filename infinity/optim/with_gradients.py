@@ -44,18 +44,27 @@ class WithGradients:
     ) -> list[tuple[dict[str, Any], nn.Parameter]]:
         """Return the parameters that have a gradient, with their groups, in order. watches: of all slices."""
         self.sort(groups, watches)
-        having = []
+        having: list[tuple[int, int, nn.Parameter]] = []
         with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
             for number, (places, others) in enumerate(self._others):
                 each = zip(places, others, map(_grad, others), strict=True)
                 having += [(place, number, one) for place, one, grad in each if grad is not None]
+        places_of = self._slices.get
         for watch in watches:
-            for one in watch.with_gradients():
-                found = self._slices.get(id(one))
-                if found is not None:
-                    having.append((*found, one))
+            slices = watch.with_gradients()
+            having += [(*found, one) for one in slices if (found := places_of(id(one))) is not None]
         having.sort(key=itemgetter(0))
         return [(groups[number], one) for _, number, one in having]
+
+    def in_no_order(
+        self, groups: Sequence[dict[str, Any]], watches: Sequence[SliceWatch]
+    ) -> list[nn.Parameter]:
+        """Return the parameters that have a gradient."""
+        self.sort(groups, watches)
+        with torch._C.DisableTorchFunctionSubclass():  # as above
+            having = [one for _, others in self._others for one in others if one.grad is not None]
+        slices = [one for watch in watches for one in watch.with_gradients()]
+        return having + [one for one in slices if id(one) in self._slices]
 
     def sort(self, groups: Sequence[dict[str, Any]], watches: Sequence[SliceWatch]) -> None:
         """Tell slices from the others, and know where each is, where anything of that has changed."""

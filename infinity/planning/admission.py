@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from infinity.planning.densest import Integers
+from infinity.planning.densest import Booleans, Integers
 from infinity.planning.frequency import Frequencies
 
 WAVERING = 0.5
@@ -39,18 +39,23 @@ class Admission:
         self._average_nbytes, self._weight = 0.0, 0.0
         self._placed_nbytes = 0
 
-    def expects_more(self, unit: int) -> bool:
-        """Whether a slice that is about to be used is expected more than the one with a place that is used
-        least.
+    def expects_more(self, units: Integers) -> Booleans:
+        """Return whether slices that are about to be used are expected more, each, than the one with a place
+        that is used least.
         """
-        return self._expected.uses_with_another(unit, WAVERING) > self._lowest
+        more: Booleans = self._expected.uses_with_another(units, WAVERING) > self._lowest
+        return more
+
+    def ask(self, nbytes: int) -> None:
+        """Count the bytes of a slice that is expected more, and asks for a place."""
+        self._asked_nbytes += nbytes
 
     def wants(self, unit: int, nbytes: int) -> bool:
-        """Whether such a slice, which would take so many bytes, is worth a place."""
-        if not self.expects_more(unit):
-            return False
-        self._asked_nbytes += nbytes
-        return True
+        """Whether one slice, which would take so many bytes, is worth a place; if so, it asks for it."""
+        wanted = bool(self.expects_more(np.array([unit]))[0])
+        if wanted:
+            self.ask(nbytes)
+        return wanted
 
     @property
     def is_asked(self) -> bool:

@@ -60,7 +60,14 @@ class CheckpointFile:
 
         Raises: CorruptionError naming it, and what changed.
         """
-        nbytes, modified_ns = self._seen()
+        try:
+            nbytes, modified_ns = self._seen()
+        except OSError as error:  # ESTALE: another machine has removed it from what both have mounted
+            raise CorruptionError(
+                f"{self.path} is gone while weights are read from it: {error.strerror}. Its filesystem is "
+                "that of another machine, or was unmounted. Load the model again, and leave its files alone "
+                "while it is in use."
+            ) from error
         if (nbytes, modified_ns) != (self.nbytes, self.modified_ns):
             raise CorruptionError(
                 f"{self.path} was changed while weights are read from it: {nbytes} B, changed at "

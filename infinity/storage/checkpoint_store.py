@@ -31,6 +31,7 @@ from infinity.errors import CorruptionError, UnsupportedError
 from infinity.planning.layout import RecordSchema
 from infinity.sizes import BLOCK, format_size, round_up
 from infinity.storage.checkpoint_file import CheckpointFile
+from infinity.storage.disk_speed import filesystem
 from infinity.storage.packed import FileRange, Packed, PackedCut
 from infinity.storage.store import AllOf, Extent, Request
 
@@ -319,9 +320,10 @@ class CheckpointStore:
             if one.refused is not None and (folder := Path(real).parent) not in self._cached:
                 self._cached.add(folder)
                 logger.warning(
-                    "weights in %s are read through the page cache, which no budget counts: no O_DIRECT "
-                    "there (%s)",
+                    "weights in %s, which is on %s, are read through the page cache, which no budget counts: "
+                    "no O_DIRECT there (%s)",
                     folder,
+                    filesystem(folder),
                     one.refused,
                 )
         return self._files[real]

@@ -255,6 +255,14 @@ def _identity(folder: str) -> str:
     return f"{os.major(device)}:{os.minor(device)} {kind} {status.f_blocks * status.f_frsize}"
 
 
+IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+"""Filesystems whose files take host memory."""
+OVER_NETWORK = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "ceph", "fuse.sshfs", "fuse.glusterfs"}
+)
+"""Filesystems whose files are on another machine."""
+
+
 def filesystem(folder: Path) -> str:
     """Name the type of the filesystem that holds `folder`."""
     best, kind = 0, "unknown"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 from collections.abc import Callable
@@ -12,9 +13,11 @@ from infinity.aio.engine import HANG_S
 from infinity.errors import ConfigError
 from infinity.sizes import BLOCK, format_size, round_up
 from infinity.storage.direct import target_among
-from infinity.storage.disk_speed import filesystem, speed_of
+from infinity.storage.disk_speed import IN_MEMORY, OVER_NETWORK, filesystem, speed_of
 from infinity.storage.memory import Arena, Pool
 from infinity.storage.store import Extent, Request, Transfer
+
+logger = logging.getLogger("infinity")
 
 _GROW_NBYTES = 256 << 20
 
@@ -76,6 +79,7 @@ class NvmeStore:
         """
         self.folder = folder
         check_folder(folder)
+        _warn_of(folder)
         self.speed = speed_of(folder, engine_kind)
         depth = min(self.speed.depth * max(1, self.speed.piece_nbytes // request_nbytes), 256)
         depth = -(-depth // sharers)
@@ -244,6 +248,25 @@ class NvmeStore:
             self.engine.drain()
             self._file.close()
         self.engine.close()
+
+
+def _warn_of(folder: str) -> None:
+    """Say where a folder is on no drive of this machine: all works there, and little of it as it should."""
+    kind = filesystem(Path(folder).resolve())
+    if kind in IN_MEMORY:
+        logger.warning(
+            "nvme=%r is on %s: its files are in host memory, which host_memory does not count. Name a "
+            "folder on a local drive",
+            folder,
+            kind,
+        )
+    elif kind in OVER_NETWORK:
+        logger.warning(
+            "nvme=%r is on %s: every step would wait for the network, and others may change the "
+            "files. Name a folder on a local drive",
+            folder,
+            kind,
+        )
 
 
 def _hang_s() -> float:

@@ -31,6 +31,8 @@ class AllFields:
         self._row: dict[Key, int] = {}
         self._unit = self._field = self.nbytes
         self._is_hi = self._derived = np.zeros(0, np.bool_)
+        self._in_bits: list[int] = []
+        """Rows of weights that are packed in a checkpoint's files, or were."""
 
     def look(self) -> None:
         """See which fields there are now."""
@@ -53,6 +55,11 @@ class AllFields:
         self._field, names = numbered([name for _, name in fields])
         self._is_hi = np.array([name == "hi" for name in names], np.bool_)[self._field]
         self._derived = np.array([name in unit.record.schema.derived for unit, name in fields], np.bool_)
+        self._in_bits = [
+            row
+            for row, (unit, name) in enumerate(fields)
+            if name == "hi" and unit.record.packed_nbytes is not None
+        ]
 
     def columns(
         self,
@@ -69,9 +76,9 @@ class AllFields:
         there = np.zeros(len(self.keys), np.bool_)
         there[[self._row[key] for key in placed]] = True
         nbytes = self.nbytes
-        if packed_nbytes is not None:
+        if packed_nbytes is not None and self._in_bits:
             nbytes = nbytes.copy()
-            for row in np.flatnonzero(self._is_hi):
+            for row in self._in_bits:
                 unit, name = self.keys[row]
                 packed = packed_nbytes(self._units[unit].record, name)
                 nbytes[row] = nbytes[row] if packed is None else packed

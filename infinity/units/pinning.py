@@ -147,26 +147,34 @@ class Pins:
         self._set_targets()
         self._lodge(moves=True)
 
-    def admit(self, unit: Unit) -> None:
-        """Let a slice that is about to be fetched have free room: see [Note: free room]."""
-        record, placed = unit.record, self._placement
-        if self._nvme is self._host or record.packed_nbytes is not None or self._to_host:
+    def admit(self, units: Sequence[Unit]) -> None:
+        """Let slices that are about to be fetched have free room: see [Note: free room]. Asked for all of a
+        layer at once, since a step uses thousands.
+        """
+        if self._nvme is self._host or self._to_host:
             return
-        if unit.residence.fetch is not None:
-            return  # it waits where it computes: nothing is fetched
-        self._slices[unit.index] = True
-        if record.all_in_host:
-            return
+        # What waits where it computes is not fetched.
+        units = [one for one in units if one.residence.fetch is None and one.record.packed_nbytes is None]
+        numbers = np.fromiter((one.index for one in units), np.int64, len(units))
+        self._slices[numbers] = True
         admission = self._admission_in_rounds if self._rounds else self._admission
-        lasts = self._steps and record.in_files is None  # what is trained leaves its checkpoint's files
-        if admission is None or not (self._rounds or lasts) or not admission.expects_more(unit.index):
+        if admission is None or not (self._rounds or self._steps):
             return
+        for number in np.flatnonzero(admission.expects_more(numbers)).tolist():
+            self._admit(units[number], admission)
+
+    def _admit(self, unit: Unit, admission: Admission) -> None:
+        """Let a slice have free room that is expected to be used more than another that has some."""
+        record = unit.record
+        if record.all_in_host or not (self._rounds or record.in_files is None):
+            return  # what is trained leaves its checkpoint's files
         names = ("hi",) if self._rounds else record.fields
         keys = [(unit.index, name) for name in names if not record.in_host(name)]
-        keys = [key for key in keys if key not in placed and key not in self._admitted]
-        nbytes = sum(record.field_nbytes(name) for _, name in keys)
-        if nbytes and admission.wants(unit.index, nbytes) and nbytes <= self._free_nbytes():
-            self._take(record, keys)
+        keys = [key for key in keys if key not in self._placement and key not in self._admitted]
+        if nbytes := sum(record.field_nbytes(name) for _, name in keys):
+            admission.ask(nbytes)
+            if nbytes <= self._free_nbytes():
+                self._take(record, keys)
 
     def _free_nbytes(self) -> int:
         """Bytes that nothing has, or is to have."""
@@ -351,8 +359,10 @@ class Pins:
 
     def _decide_packing(self, room_nbytes: int) -> None:
         """Decide whether packed weights stay packed in host memory: all that is there does not fit else."""
+        if self._packs:
+            return
         self._fields.look()
-        if self._packs or int(self._fields.nbytes.sum()) <= room_nbytes:
+        if int(self._fields.nbytes.sum()) <= room_nbytes:
             return
         widened = {
             (unit, name): self._units[unit].record.field_nbytes(name)

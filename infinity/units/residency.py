@@ -5,7 +5,7 @@ why, is in planning/residence.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -83,8 +83,8 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         self._assembler = assembler
         self._uses_of: dict[Phase, list[Use]] = {}
         self._meeting: MeetingOfRanks | None = None
-        self.before_routed_fetch: list[Callable[[Unit], None]] = []
-        """Called with each routed unit that a forward is about to fetch."""
+        self.before_routed_fetch: list[Callable[[Sequence[Unit]], None]] = []
+        """Called with routed units that a forward is about to fetch."""
         self._layers = RoutedLayers()
         self._routed_uses = 0
 
@@ -350,8 +350,9 @@ class UnitResidency(Residency[Unit, UpdatePass]):
     def drop_here(self, held: list[Unit]) -> None:
         """End the holds of `hold_here`; the list is empty afterwards."""
         with torch._C.DisableTorchFunctionSubclass():
+            held.reverse()  # of many, taking the first moves all others
             while held:
-                self.drop(held.pop(0))
+                self.drop(held.pop())
 
     def hold_aside(self, unit: Unit, *, exact: bool = True) -> None:
         """Like `hold`, for a use outside a step (`gathered`). The caller may edit the values, so it gets a
@@ -413,8 +414,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         elif again:
             self._layers.announced(units)
         for call in self.before_routed_fetch if phase is Phase.FORWARD else ():
-            for unit in units:
-                call(unit)
+            call(units)
         self.announce(units)
 
     def drop(self, unit: Unit) -> None:

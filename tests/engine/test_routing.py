@@ -194,6 +194,18 @@ def test_a_generated_token_reads_the_experts_that_it_is_routed_to_less_what_is_k
     assert 0 < read <= needed < every
 
 
+def test_a_token_that_finds_all_in_memory_holds_the_experts_alone_that_it_is_routed_to():
+    plain = models.prepared_of_experts("mixtral").eval()
+    with Init(host_memory="64MiB"):
+        model = models.of_experts("mixtral").eval()
+    with torch.no_grad():
+        model(ids_of(0))
+        before = [unit.residence.uses for unit in slices_of(model)]
+        assert torch.equal(model(ids_of(1, 1)).logits, plain(ids_of(1, 1)).logits)
+    used = [unit.residence.uses - one for unit, one in zip(slices_of(model), before, strict=True)]
+    assert sorted(used) == [0] * 20 + [1] * 4, "2 of 12 in each of 2 layers"
+
+
 OF_MANY = {
     "64": ("mixtral", {"num_local_experts": 64, "num_experts_per_tok": 2}),
     "256": ("deepseek_v3", {"n_routed_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 2}),

@@ -191,6 +191,7 @@ def test_routing_that_wavers_and_stays_moves_what_it_would_if_no_change_were_loo
     found = []
     for surprise in (frequency.SURPRISE, float("inf")):
         monkeypatch.setattr(frequency, "SURPRISE", surprise)
+        monkeypatch.setattr(frequency, "AT_ONCE", max(surprise, frequency.AT_ONCE))
         runs = stationary(seed)
         found.append([follow(run, [1] * UNITS, room, every=8).nbytes for run in runs])
     assert found[0] == found[1]

@@ -49,7 +49,7 @@ DIVIDED = [
 ]
 BOTH = ["wrong", "states", "overflow", "edits", "saves", "durable", "autotp", "megatron"]
 ADAPTED = ["adapters"] if importlib.util.find_spec("peft") else []
-ALONE = ["exported", "reduced by hand", "mesh_param", "fused", *ADAPTED]
+ALONE = ["exported", "reduced by hand", "generated", "mesh_param", "fused", *ADAPTED]
 LAUNCHES = {
     "tp 2": (2, 1, [*EXACT, *BOTH, "paths"]),
     "more": (2, 1, [*MORE, *ALONE, "saved by dcp", "loaded from dcp"]),
@@ -270,6 +270,13 @@ def test_mesh_param_says_how_many_ranks_share_a_sequence(answers, launch, case):
         assert one["kind"].startswith("ConfigError: mesh_param='all': expected (data, sequences)")
         assert "has no get_data_parallel_group(): expected Megatron's functions" in one["no mpu"]
         assert one["both"].startswith("ConfigError: mpu and mesh_param: each says which ranks share data")
+
+
+@pytest.mark.parametrize(("launch", "case"), of("generated"))
+def test_a_divided_model_generates_the_tokens_of_memory_from_a_prompt_in_chunks_and_a_static_cache(
+    answers, launch, case
+):
+    assert answers(launch, case) == [{"grows": True, "static": True}] * LAUNCHES[launch][0]
 
 
 @pytest.mark.parametrize(("launch", "case"), of("reduced by hand"))

@@ -9,6 +9,7 @@ import pytest
 from infinity import CorruptionError, UnsupportedError, aio
 from infinity.aio import faults
 from infinity.sizes import BLOCK
+from infinity.storage.checkpoint_file import CheckpointFile
 from infinity.storage.checkpoint_store import CheckpointStore, FilePart
 from infinity.storage.memory import Arena, view
 from infinity.storage.store import Request
@@ -75,7 +76,10 @@ def test_a_window_that_is_too_small_is_an_error_with_the_numbers(folder, file):
     store.close()
 
 
-def test_a_file_system_that_refuses_direct_reads_when_they_are_tried_is_said_once_for_a_folder(file, caplog):
+def test_a_file_system_that_refuses_direct_reads_when_they_are_tried_is_said_once_for_a_folder(
+    file, caplog, monkeypatch
+):
+    monkeypatch.setattr("infinity.storage.checkpoint_store.filesystem", lambda _: "nfs4")
     (other := file.with_name("other")).write_bytes(file.read_bytes())
     store = CheckpointStore(kind="threads")
     for one in (file, other):
@@ -86,7 +90,19 @@ def test_a_file_system_that_refuses_direct_reads_when_they_are_tried_is_said_onc
         assert read(store, extent, 0, 5000) == one.read_bytes()[8:5008]
     store.close()
     (said,) = [one.message for one in caplog.records if "through the page cache" in one.message]
-    assert str(file.parent) in said
+    assert f"{file.parent}, which is on nfs4, " in said
+
+
+def test_a_file_that_another_machine_has_removed_is_named(store, file, monkeypatch):
+    one = store.file(str(file))
+    extent = store.lay([FilePart(one, 8, BLOCK, 0)], BLOCK)
+
+    def stale(_):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(CheckpointFile, "_seen", stale)
+    with pytest.raises(CorruptionError, match=rf"{file} is gone .*Stale file handle"):
+        read(store, extent, 0, BLOCK)
 
 
 def test_a_file_is_opened_once_by_whatever_name(store, file, folder):

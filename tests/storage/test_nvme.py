@@ -98,6 +98,17 @@ def test_a_folder_of_the_kernels_is_refused_by_its_file_system():
         check_folder("/proc")
 
 
+@pytest.mark.parametrize(("kind", "why"), [("nfs4", "wait for the network"), ("tmpfs", "in host memory")])
+def test_a_folder_on_no_drive_of_this_machine_is_told_with_its_file_system(
+    folder, monkeypatch, caplog, kind, why
+):
+    monkeypatch.setattr("infinity.storage.nvme.filesystem", lambda _: kind)
+    NvmeStore(str(folder), "threads").close()
+    (said,) = [one.message for one in caplog.records if f"is on {kind}: " in one.message]
+    assert said.startswith(f"nvme={str(folder)!r}")
+    assert why in said
+
+
 def test_a_tilde_that_no_shell_has_replaced_is_told_with_what_it_stands_for(monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     with pytest.raises(ConfigError, match="~ stands for a home only in a shell: write '/home/somebody/x'"):

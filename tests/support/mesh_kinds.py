@@ -49,3 +49,21 @@ def from_transformers(place, kind):
     dist.barrier()
     plan = DistributedConfig(tp_size=place.tensor.size(), tp_plan="auto")
     return model.from_pretrained(folder, distributed_config=plan, dtype=torch.float32)
+
+
+def generated(place):
+    """Generate, the prompt in chunks and keys and values in a static cache; return whether tokens are those
+    of a cache that grows, and of the model in memory.
+    """
+    plain = by_plan(place, "Llama").eval()
+    with infinity.Init(mesh=place.mesh, data="dp", dtype="fp32", nvme=place.folder, host_memory="16MiB"):
+        model = by_plan(place, "Llama")
+    ids = torch.arange(1, 23).reshape(2, 11)
+    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    expected = plain.generate(ids, **options)
+    model.eval()
+    in_chunks = {"cache_implementation": "static", "prefill_chunk_size": 5}
+    return {
+        "grows": torch.equal(model.generate(ids, **options), expected),
+        "static": torch.equal(model.generate(ids, **in_chunks, **options), expected),
+    }

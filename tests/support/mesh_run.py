@@ -33,7 +33,7 @@ from mesh_adapters import adapted
 from mesh_deepspeed import DEEPSPEED
 from mesh_edits import edits
 from mesh_fused import fused
-from mesh_kinds import KINDS, VOCABULARY, WIDTH, by_plan, from_transformers
+from mesh_kinds import KINDS, VOCABULARY, WIDTH, by_plan, from_transformers, generated
 from mesh_paths import paths
 from mesh_saves import durable, exported, loaded_from_dcp, saves
 
@@ -570,6 +570,7 @@ SPECIAL = {
     "fused": lambda place: fused(place, sys.modules[__name__]),
     "adapters": lambda place: adapted(place, sys.modules[__name__]),
     "reduced by hand": reduced_by_hand,
+    "generated": generated,
     "saved by dcp": saved_by_dcp,
     "wrong": wrong,
     "overflow": overflow,

@@ -160,7 +160,7 @@ def test_a_slice_takes_free_room_with_its_first_fetch(made):
     model.step([0])
     model.update(0)
     assert {unit for unit, _ in model.pinned()} == {0}
-    model.pins.admit(model.units[1])
+    model.pins.admit([model.units[1]])
     model.update(1)
     assert {unit for unit, _ in model.pinned()} == {0, 1}
     model.step([0, 1])
@@ -170,23 +170,35 @@ def test_a_slice_takes_free_room_with_its_first_fetch(made):
 def test_a_slice_takes_no_room_that_gradients_need_or_that_others_wait_for(made):
     of_unit = HI + LO + M + V
     model = made(3, 2 * of_unit + GRADIENT // 2)
-    model.pins.admit(model.units[0])
+    model.pins.admit([model.units[0]])
     assert model.targets() == set(), "the first step shows what gradients take"
     model.step([0], [0])
-    model.pins.admit(model.units[1])
+    model.pins.admit([model.units[1]])
     assert {unit for unit, _ in model.targets()} <= {0}
 
 
 def test_what_took_free_room_leaves_for_what_is_used_more_often(made):
     model = made(3, HI + LO + M + V + 3 * GRADIENT)
     model.step([], [])
-    model.pins.admit(model.units[2])
+    model.pins.admit([model.units[2]])
     model.update(2)
     assert {unit for unit, _ in model.pinned()} == {2}
     for _ in range(40):
         model.step([0], [0])
     assert {(0, name) for name in ("hi", "lo", "m", "v")} <= model.pinned()
     assert len(model.pinned()) < 8
+
+
+def test_a_decision_asks_no_unit_how_it_is_packed_that_never_was(made, monkeypatch):
+    model, asked = made(6, 2 * (HI + LO + M + V)), []
+    for _ in range(12):
+        model.step()
+    monkeypatch.setattr(Record, "packed_nbytes", property(asked.append))
+    before = model.pins.reason
+    for _ in range(12):
+        model.step()
+    assert asked == []
+    assert before == model.pins.reason, "nothing moves"
 
 
 # What is decided after the first step

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.disk
 
 def test_what_looks_slices_up_is_counted_while_it_is_watched_and_left_as_it_was(folder):
     before = [getattr(kind, name) for kind, name in lookups.LOOKED_UP]
-    options = argparse.Namespace(host_memory=2 << 20, used=0.1, steps=2)
+    options = argparse.Namespace(host_memory=2 << 20, used=0.1, steps=2, slice_size=8 << 10)
     row = lookups.measured(40, options, folder)
     assert (row["slices"], row["used"]) == (40, 4)
     assert set(row["each"]) >= {"Frequencies.used", "Pins.close_step", "OffloadedOptimizer._note_missed"}
@@ -26,4 +26,5 @@ def test_a_second_is_counted_once_and_not_at_all_in_what_a_function_has_begun(mo
     outer = watch.timed(lambda: (inner(), begun()), "outer")
     outer()
     assert watch.seconds == {"outer": 3.0, "inner": 1.0}
-    assert watch.without_counting(0.5) == {"outer": 2.5, "inner": 0.5}
+    assert watch.without_counting(0.0) == {"outer": 2.0, "inner": 0.0}, "each reading takes a second"
+    assert watch.without_counting(0.5) == {"outer": 1.5, "inner": -0.5}
