@@ -7,11 +7,16 @@ What an operation allocates and frees inside itself is not seen.
 import threading
 import weakref
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from allocations import Allocations
 from infinity.storage.memory import Arena
+
+_OF_LOCAL = (DTensor, AsyncCollectiveTensor)
 
 
 class HeldMemory(Allocations):
@@ -43,9 +48,20 @@ class HeldMemory(Allocations):
             self.peak_nbytes, self.largest_nbytes = self.live_nbytes, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(one, DTensor | AsyncCollectiveTensor) for one in types):
+        if any(issubclass(one, _OF_LOCAL) for one in types):
             return NotImplemented  # what these do with their local tensors comes here as well
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result, before = func(*args, **(kwargs or {})), set()
+        for one in pytree.tree_leaves((args, kwargs)):
+            if isinstance(one, torch.Tensor):
+                before.add(one.untyped_storage()._cdata)
+        for one in pytree.tree_leaves(result):
+            if (
+                isinstance(one, torch.Tensor)
+                and not isinstance(one, (*_OF_LOCAL, FakeTensor))
+                and one.device.type == "cpu"
+            ):
+                self._see(one.untyped_storage(), before)
+        return result
 
     def _is_mapped(self, arena, nbytes):
         with self._lock:
@@ -59,10 +75,7 @@ class HeldMemory(Allocations):
             self.live_nbytes -= nbytes
 
     def _see(self, storage, before):
-        try:
-            at, nbytes = storage.data_ptr(), storage.nbytes()
-        except RuntimeError:  # of a tensor that has shapes alone, and no memory
-            return
+        at, nbytes = storage.data_ptr(), storage.nbytes()
         with self._lock:
             if any(one.address <= at < one.address + one.nbytes for one in list(self._arenas)):
                 return

@@ -395,7 +395,11 @@ def wrong(place):
 
     def one_rank_alone():
         placed = [Partial() if place.tensor.get_local_rank() else Shard(0)]
-        held(place, lambda: DTensor.from_local(whole, place.tensor, placed, run_check=False))
+        told = refused(
+            lambda: held(place, lambda: DTensor.from_local(whole, place.tensor, placed), timeout_s=3)
+        )
+        dist.barrier()  # the other rank has waited for the timeout
+        return told
 
     def sharded(on=place.tensor):
         return distribute_tensor(whole, on, [Shard(0)] * on.ndim)
@@ -415,7 +419,7 @@ def wrong(place):
 
     return {
         "partial": refused(lambda: held(place, partial_one)),
-        "one rank alone": refused(one_rank_alone),
+        "one rank alone": one_rank_alone(),
         "two meshes": refused(lambda: held(place, partial(sharded, other["x"]), mesh=across, data="dp")),
         "over data": refused(lambda: held(place, partial(sharded, across), mesh=across, data="dp")),
         "no mesh": refused(lambda: held_without(place, sharded)),
