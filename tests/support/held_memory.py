@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from allocations import Allocations
+from infinity.gradients.grad_tensor import Thin
 from infinity.storage.memory import Arena
 
-_OF_LOCAL = (DTensor, AsyncCollectiveTensor)
+_OF_LOCAL = (DTensor, AsyncCollectiveTensor, Thin)
 
 
 class HeldMemory(Allocations):
@@ -49,7 +50,7 @@ class HeldMemory(Allocations):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(one, _OF_LOCAL) for one in types):
-            return NotImplemented  # what these do with their local tensors comes here as well
+            return NotImplemented  # what these do with plain tensors comes here as well
         result, before = func(*args, **(kwargs or {})), set()
         for one in pytree.tree_leaves((args, kwargs)):
             if isinstance(one, torch.Tensor):

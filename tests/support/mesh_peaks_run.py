@@ -21,7 +21,7 @@ import infinity
 from answers import answer_all
 from held_memory import HeldMemory
 
-WIDTH, INNER, SMALL, BLOCKS, ROWS = 256, 2048, 32, 3, 4
+WIDTH, INNER, SMALL, BLOCKS, ROWS = 256, 2048, 32, 2, 4
 UNIT_NBYTES = 2 * WIDTH * INNER
 """Of a layer of a large model, whole, in bf16."""
 BUDGET = 1 << 20
