@@ -41,7 +41,7 @@ stands_between(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
+class CopyHolders:
     """Which ranks hold copies of the same activations; see [Note: copies]."""
 
     group: Any = None
@@ -91,7 +91,11 @@ class PartitionedBoundaries:
     """The partitioned boundaries of one engine's models. Called from the threads that compute."""
 
     def __init__(
-        self, ranks: Ranks, device: torch.device, offload: Boundaries | None, copies: Copies | None = None
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        offload: Boundaries | None,
+        copies: CopyHolders | None = None,
     ) -> None:
         """Divide boundaries among `ranks`; `offload` is where the parts wait, None: on the device. copies:
         how the ranks were chosen; None: the program has said which they are.
@@ -100,7 +104,7 @@ class PartitionedBoundaries:
         self.saved = 0
         """Boundaries that were divided so far."""
         self._ranks, self._device = ranks, device
-        self._copies = copies or Copies(ranks)
+        self._copies = copies or CopyHolders(ranks)
         self._channel: Channel | None = None  # from the first gather on
         self._on_host = device.type == "cpu"
         self._divides = self._compares = True
@@ -193,7 +197,7 @@ def _seen(tensor: torch.Tensor) -> int:
 
 
 def open_parts(
-    copies: Copies, ranks: Ranks, device: torch.device, offload: Boundaries | None
+    copies: CopyHolders, ranks: Ranks, device: torch.device, offload: Boundaries | None
 ) -> PartitionedBoundaries | None:
     """Return what divides boundaries among `ranks`, which `copies` has chosen; None for one rank."""
     return PartitionedBoundaries(ranks, device, offload, copies) if ranks.size > 1 else None

@@ -18,7 +18,7 @@ from torch import nn
 
 from infinity.activations.boundaries import Boundaries
 from infinity.activations.by_budget import ActivationBudget
-from infinity.activations.partitioned import Copies, PartitionedBoundaries, open_parts
+from infinity.activations.partitioned import CopyHolders, PartitionedBoundaries, open_parts
 from infinity.autograd.arrivals import Arrivals
 from infinity.autograd.foreign import ForeignParameters, ForeignSteps
 from infinity.autograd.hooks import Hooks
@@ -89,7 +89,7 @@ class Engine:
         """Check the configuration against the machine, meet the other ranks, open the stores and start the
         lanes.
 
-        copies: which ranks hold copies of activations, to be divided (Copies); None for none.
+        copies: which ranks hold copies of activations, to be divided (CopyHolders); None for none.
         pipeline_group: likewise, those that have the other stages of a pipeline.
 
         Raises: ConfigError, HostMemoryError, RanksError, or an OSError naming the path.
@@ -206,7 +206,7 @@ class Engine:
         parts = self.lane, self.device, self.residency, self.store, self.outgoing_share
         return Speculation(*parts, why_never(self.ranks.size, self.config.stage))
 
-    def _open_parts(self, copies: Copies | None) -> PartitionedBoundaries | None:
+    def _open_parts(self, copies: CopyHolders | None) -> PartitionedBoundaries | None:
         """Return what divides the inputs of checkpoints among ranks that hold copies of them."""
         if copies is None:
             return None

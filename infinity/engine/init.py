@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from infinity.activations.partitioned import Copies
+from infinity.activations.partitioned import CopyHolders
 from infinity.config.settings import Config, check_fields
 from infinity.engine.construction import Construction
 from infinity.engine.engine import Engine
@@ -86,7 +86,7 @@ def _data_of(mesh: Any, data: str | Sequence[str] | None, process_group: Any, co
     return found
 
 
-def _copies_of(process_group: Any, copies: Any, config: Config) -> Copies | None:
+def _copies_of(process_group: Any, copies: Any, config: Config) -> CopyHolders | None:
     """Return which ranks have copies of the same activations; None for none. On a mesh those beside each
     other are taken by themselves, but where a budget decides what blocks keep.
 
@@ -99,10 +99,10 @@ def _copies_of(process_group: Any, copies: Any, config: Config) -> Copies | None
             "mesh=mesh, data=..., or the ranks, as a group of torch.distributed"
         )
     if copies is None:
-        return Copies(asked=False) if on_mesh and config.activation_memory is None else None
+        return CopyHolders(asked=False) if on_mesh and config.activation_memory is None else None
     if copies is False:
         return None
-    return Copies(None if copies is True else copies)
+    return CopyHolders(None if copies is True else copies)
 
 
 class Init:

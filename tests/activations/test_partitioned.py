@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import infinity
-from infinity.activations.partitioned import Copies, PartitionedBoundaries
+from infinity.activations.partitioned import CopyHolders, PartitionedBoundaries
 from infinity.config.settings import Config
 from infinity.engine.init import _copies_of
 from infinity.errors import ConfigError, RanksError
@@ -77,7 +77,7 @@ def test_the_ranks_beside_are_those_of_a_mesh_alone():
 
 
 def of_mesh(ranks):
-    return PartitionedBoundaries(ranks, torch.device("cpu"), None, Copies(asked=False))
+    return PartitionedBoundaries(ranks, torch.device("cpu"), None, CopyHolders(asked=False))
 
 
 def boundary(numel=4096):
@@ -117,7 +117,7 @@ def test_inputs_too_small_to_be_divided_are_compared_as_well():
 @pytest.mark.parametrize("asked", [False, True])
 def test_inputs_that_differ_between_ranks_later_are_an_error_before_anything_is_computed_again(asked):
     ranks = CopyRanks(1, 3)
-    parts = PartitionedBoundaries(ranks, torch.device("cpu"), None, Copies(asked=asked))
+    parts = PartitionedBoundaries(ranks, torch.device("cpu"), None, CopyHolders(asked=asked))
     kept = parts.save(boundary())
     ranks.copies = False
     with pytest.raises(RanksError, match=r"rank 0, 2: digest 0*7; rank 1: digest .*again from a patchwork"):
@@ -135,8 +135,8 @@ def test_ranks_that_gather_different_inputs_are_told():
 
 def test_only_a_mesh_divides_by_itself_and_no_budget_of_activations_does():
     mesh = DataOfMesh(("tp",), ((0, 1),), (0,), (0, 1), (0, 1))
-    assert _copies_of(mesh, None, Config()) == Copies(asked=False)
-    assert _copies_of(mesh, True, Config()) == Copies()
+    assert _copies_of(mesh, None, Config()) == CopyHolders(asked=False)
+    assert _copies_of(mesh, True, Config()) == CopyHolders()
     assert _copies_of(mesh, False, Config()) is None
     assert _copies_of(mesh, None, Config(activation_memory="1GiB")) is None
     assert _copies_of(None, None, Config()) is None

@@ -16,7 +16,8 @@ from places import SUPPORT
 UNIT_NBYTES, PAGE = 1 << 20, 4096
 """Of a layer, whole, as mesh_peaks_run has it; and of memory."""
 LAUNCHES = {
-    "two ranks": (2, ["alone", "divided", "first large", "last large"]),
+    "two ranks": (2, ["alone", "divided"]),
+    "stages": (2, ["first large", "last large"]),
     "loaded": (2, ["loaded"]),
     "four ranks": (4, ["alone", "divided", "divided and partitioned"]),
 }
@@ -60,9 +61,10 @@ def test_no_rank_of_a_tensor_dimension_ever_holds_more_of_a_layer_than_its_part(
         assert one["nvme"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "large"), [("first large", 0), ("last large", 1)])
 def test_no_rank_of_a_pipeline_ever_holds_as_much_as_a_layer_of_another_stage(answers, case, large):
-    given = answers("two ranks", case)
+    given = answers("stages", case)
     assert given[large]["largest"] >= UNIT_NBYTES
     assert given[1 - large]["peak"] < UNIT_NBYTES
     assert all(one["nvme"] > 0 for one in given)
