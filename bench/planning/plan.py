@@ -109,8 +109,7 @@ def plan(
 
 def spelled_out(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with their subcommand. The form from before subcommands still works: --sweep,
-    --check and
-    --zero select one, and without these it is `check`.
+    --check and --zero select one, and without these it is `check`.
     """
     given = list(arguments)
     if given and given[0] in (*_QUESTIONS, "-h", "--help"):
@@ -161,6 +160,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         metavar="BxS",
         help="batch x sequence of a micro-batch on one rank, or on those that share sequences (1x2048)",
     )
+    rows = "ranks, or groups that divide a model or share sequences, with different data (what --ranks has)"
+    add("--data-parallel", type=positive, metavar="N", help=rows)
     shared = "ranks that share each sequence, as Config(sequence_parallel=...) (1)"
     add("--sequence-parallel", type=positive, default=1, metavar="N", help=shared)
     layers = "ranks that divide each layer: tensor parallelism, whose ranks are neighbours (1)"
@@ -335,10 +336,14 @@ def planned_of(arguments: Sequence[str], console: Console) -> Planned:
 
 
 def _count_ranks(options: argparse.Namespace) -> None:
-    """Set the number of ranks where it follows from the other options."""
+    """Set the number of ranks where it follows from the other options. Raises: ConfigError for another."""
+    names = ("data", "sequence", "tensor", "pipeline")
+    each = [getattr(options, f"{name}_parallel", None) or 1 for name in names]
     if getattr(options, "ranks", 0) is None:
-        names = ("sequence_parallel", "tensor_parallel", "pipeline_parallel")
-        options.ranks = math.prod(getattr(options, name, 1) for name in names)
+        options.ranks = math.prod(each)
+    elif getattr(options, "data_parallel", None) and options.ranks != math.prod(each):
+        said = " x ".join(map(str, each))
+        raise ConfigError(f"--ranks {options.ranks}: data x sequence x tensor x pipeline are {said}")
 
 
 def _fill_in_gpu(options: argparse.Namespace) -> None:
@@ -398,6 +403,7 @@ def _plan_one(
         sequence_tiles=chosen.sequence_tiles,
         activation_nbytes=chosen.activation_memory,
         in_flight=min(chosen.pipeline_parallel, chosen.micro_batches),
+        copies=chosen.tensor_parallel if chosen.checkpointing and chosen.activation_memory is None else 1,
     )
     setting = Setting(
         host_nbytes=machine.host_nbytes(chosen),

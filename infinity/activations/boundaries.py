@@ -406,6 +406,13 @@ def is_boundary(tensor: torch.Tensor, device: torch.device) -> bool:
     return is_movable(tensor, device) and _saver() in _SAVERS
 
 
+def is_input(tensor: torch.Tensor, device: torch.device) -> bool:
+    """As `is_boundary`, of whatever size: where ranks do the same, it is the same on all of them."""
+    if type(tensor) is not torch.Tensor or not tensor.requires_grad or not tensor.is_floating_point():
+        return False
+    return tensor.device == device and _saver() in _SAVERS
+
+
 def is_movable(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether a tensor on `device` is one of those that a block begins with, and worth a place elsewhere."""
     if type(tensor) is not torch.Tensor or not tensor.requires_grad or tensor.nbytes < BLOCK:

@@ -235,7 +235,7 @@ UNNECESSARY = {
     "data_types.keep_in_fp32_modules": ("anything", "buffers stay as they are, masters are fp32"),
     "activation_checkpointing.partition_activations": (
         "switch",
-        "no two ranks save the same activations; for those that do: Init(partition_activations=group)",
+        "ranks that divide layers keep parts by themselves; for others: Init(partition_activations=group)",
     ),
     "activation_checkpointing.contiguous_memory_optimization": ("switch", _SAVED),
     "activation_checkpointing.number_checkpoints": ("size", _SAVED),

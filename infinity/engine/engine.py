@@ -18,7 +18,7 @@ from torch import nn
 
 from infinity.activations.boundaries import Boundaries
 from infinity.activations.by_budget import ActivationBudget
-from infinity.activations.partitioned import PartitionedBoundaries, open_parts
+from infinity.activations.partitioned import CopyHolders, PartitionedBoundaries, open_parts
 from infinity.autograd.arrivals import Arrivals
 from infinity.autograd.foreign import ForeignParameters, ForeignSteps
 from infinity.autograd.hooks import Hooks
@@ -90,7 +90,7 @@ class Engine:
         """Check the configuration against the machine, meet the other ranks, open the stores and start the
         lanes.
 
-        copies: the ranks, as a process group, that hold copies of activations, to be divided; None for none.
+        copies: which ranks hold copies of activations, to be divided (CopyHolders); None for none.
         pipeline_group: likewise, those that have the other stages of a pipeline.
 
         Raises: ConfigError, HostMemoryError, RanksError, or an OSError naming the path.
@@ -208,12 +208,12 @@ class Engine:
         parts = self.lane, self.device, self.residency, self.store, self.outgoing_share
         return Speculation(*parts, why_never(self.ranks.size, self.config.stage))
 
-    def _open_parts(self, copies: Any) -> PartitionedBoundaries | None:
-        """Return what divides the inputs of checkpoints among the ranks of the process group `copies`."""
+    def _open_parts(self, copies: CopyHolders | None) -> PartitionedBoundaries | None:
+        """Return what divides the inputs of checkpoints among ranks that hold copies of them."""
         if copies is None:
             return None
-        timeout_s, place = self.config.timeout_s, self.device.torch_device
-        return open_parts(copies, self.ranks.device, timeout_s, place, self.boundaries)
+        ranks = copies.connected(self.stages.mesh.ranks, self.ranks.device, self.config.timeout_s)
+        return open_parts(copies, ranks, self.device.torch_device, self.boundaries)
 
     def _open_boundaries(self) -> Boundaries | None:
         """Return what offloads the inputs of checkpoints, if anything is to."""

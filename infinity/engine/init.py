@@ -14,6 +14,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from infinity.activations.partitioned import CopyHolders
 from infinity.config.settings import Config, check_fields
 from infinity.engine.construction import Construction
 from infinity.engine.engine import Engine
@@ -85,19 +86,23 @@ def _data_of(mesh: Any, data: str | Sequence[str] | None, process_group: Any, co
     return found
 
 
-def _copies_of(process_group: Any, copies: Any) -> Any:
-    """Return the ranks that have copies of the same activations, as a group or by their numbers.
+def _copies_of(process_group: Any, copies: Any, config: Config) -> CopyHolders | None:
+    """Return which ranks have copies of the same activations; None for none. On a mesh those beside each
+    other are taken by themselves, but where a budget decides what blocks keep.
 
     Raises: ConfigError for True without a mesh.
     """
-    if copies is not True:
-        return None if copies is False else copies
-    if not isinstance(process_group, DataOfMesh):
+    on_mesh = isinstance(process_group, DataOfMesh)
+    if copies is True and not on_mesh:
         raise ConfigError(
             "Init(partition_activations=True) takes the ranks of a mesh that have the same data: give "
             "mesh=mesh, data=..., or the ranks, as a group of torch.distributed"
         )
-    return process_group.beside
+    if copies is None:
+        return CopyHolders(asked=False) if on_mesh and config.activation_memory is None else None
+    if copies is False:
+        return None
+    return CopyHolders(None if copies is True else copies)
 
 
 class Init:
@@ -109,8 +114,9 @@ class Init:
     ranks of the run. Each of them builds the same model, from the random numbers of rank 0, whatever its own
     seed; after the `with` it goes on with its own.
     partition_activations: the ranks that compute on copies of the same activations, as those of tensor
-    parallelism do (a group or a DeviceMesh likewise; True: those of `mesh` beside the ones with other data):
-    each keeps a part of what a checkpointed block saves, and they gather it when the backward takes it.
+    parallelism do (a group or a DeviceMesh likewise): each keeps a part of what a checkpointed block saves,
+    and they gather it when the backward takes it. None: those of `mesh` beside the ones with other data, as
+    far as they are seen to have copies, and without activation_memory; True: those, or an error; False: none.
     pipeline_group: where the model is a stage, or some stages, of a pipeline of
     torch.distributed.pipelining, one
     rank of each stage (a group or a DeviceMesh likewise): norms are of all stages' gradients, and the stages
@@ -158,7 +164,7 @@ class Init:
         self.config = config if config is not None else Config(**fields)
         process_group, self.config = hybrid(process_group, self.config)
         self._process_group = _data_of(mesh, data, process_group, self.config)
-        self._copies = _copies_of(self._process_group, partition_activations)
+        self._copies = _copies_of(self._process_group, partition_activations, self.config)
         self._pipeline_group = pipeline_group
         self._frozen = frozen
         self._engine: Engine | None = None
@@ -225,7 +231,8 @@ class Init:
             return
         try:
             if error is None:
-                with engine.stages.ranks.together("building the stages"):
+                stages = engine.stages
+                with stages.ranks.together("building the stages"), stages.mesh.ranks.together("building"):
                     models = construction.finish()
                     check_adapters(models, engine.stages.mesh)
                     engine.stages.check(has_parameters=bool(engine.units))

@@ -140,6 +140,8 @@ class Method:
     """Ranks that share a sequence: `tokens` are then a part of the rows, and `sequence` is whole."""
     in_flight: int = 1
     """Micro-batches whose backward is to come at one time, as in a pipeline."""
+    copies: int = 1
+    """Ranks that hold copies of the inputs of recomputed blocks, a part each (tensor parallelism)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,12 +212,12 @@ def usage(
             *(again * one_input, kept, beside, round(head), plan.peak_nbytes, narrow),
             *(away * one_input, nvme * one_input, plan.reason),
         )
-    waiting = len(sizes.blocks) * method.in_flight
-    inputs = one_input * waiting if method.checkpointing else 0
+    waiting, part = len(sizes.blocks) * method.in_flight, -(-one_input // method.copies)
+    inputs = part * waiting if method.checkpointing else 0
     if method.checkpointing:
         staying = min(waiting, _RETURNING) if method.offload else waiting
-        held = float(one_input * staying)
-        block = max(one + two for one, two in sizes.blocks)
+        held = float(part * staying)
+        block = max(one + two for one, two in sizes.blocks) + one_input - part  # which is gathered
     else:
         held = sum(one for one, _ in sizes.blocks) * method.in_flight
         block = max(two for _, two in sizes.blocks)

@@ -91,14 +91,18 @@ def _passes(outline: Outline, setting: Setting) -> int:
 
 
 def _of_layers(outline: Outline, setting: Setting) -> float:
-    """Two sums of hidden states in each block, one of the embeddings, and the logits, put together."""
+    """Two sums of hidden states in each block, one of the embeddings, and the logits, put together; where
+    ranks keep parts of the inputs of blocks, these too.
+    """
     ranks, row = setting.tensor_parallel, _row_nbytes(outline, setting)
     others = 1 - 1 / ranks
     summed = 2 * _passes(outline, setting) + 2 * setting.micro_batches
     vocabulary = outline.activations.vocabulary if outline.activations is not None else 0
     width = 4 if setting.dtype == "fp32" else 2
     logits = 2 * setting.micro_batches * setting.method.tokens * vocabulary * width
-    return others * (2 * row * summed + logits)
+    blocks = len(outline.activations.blocks) if outline.activations is not None else 0
+    gathered = row * blocks * setting.micro_batches if setting.method.copies > 1 else 0
+    return others * (2 * row * summed + logits + gathered)
 
 
 def _of_sequences(outline: Outline, setting: Setting) -> float:

@@ -36,6 +36,8 @@ class Changes:
         self._distributed = any(map(is_distributed, parameters))
         self._record = record
         self._views: list[torch.Tensor] = []
+        self._counters: list[torch.Tensor] = []
+        """Of DTensors, what has one version with all that were their local tensors, and no elements."""
         self._versions: list[int] = []
         self._left: list[int] = []
         self._shared: frozenset[int] = frozenset()
@@ -44,7 +46,7 @@ class Changes:
 
     def note_shared(self) -> None:
         """All versions were raised once since `left`."""
-        raised = [one._version - before for one, before in zip(self.parameters, self._left, strict=True)]
+        raised = [one - before for one, before in zip(self._latest(), self._left, strict=True)]
         self._shared = frozenset(index for index, times in enumerate(raised) if times != 1)
         self._left = []
 
@@ -55,6 +57,17 @@ class Changes:
     def end_edit(self) -> None:
         """Undo one `begin_edit`."""
         self.editors -= 1
+
+    def counted(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return `views` of the unit's memory as local tensors of its parameters, which have one version with
+        those of before: so a change of any of them is known.
+        """
+        if not self._counters:
+            self._counters = [torch.empty(0, dtype=one.dtype, device=one.device) for one in views]
+        found = [counter.view(0) for counter in self._counters]
+        for one, view in zip(found, views, strict=True):
+            one.data = view  # but for the version
+        return found
 
     def begin(self, views: list[torch.Tensor]) -> None:
         """The parameters are attached to `views`."""
@@ -69,8 +82,18 @@ class Changes:
 
     def left(self) -> None:
         """From now on, the parameters being released, nobody changes them."""
+        self._left = self._latest()
+
+    def _latest(self) -> list[int]:
+        """Return the versions of parameters that are released; of a DTensor with that of its local tensor,
+        which to_local() hands out.
+        """
         with torch._C.DisableTorchFunctionSubclass():  # a version is no value: no guard need be asked
-            self._left = list(map(_version, self.parameters))
+            versions = list(map(_version, self.parameters))
+        if self._counters:
+            pairs = zip(versions, self._counters, strict=True)
+            versions = [version + counter._version for version, counter in pairs]
+        return versions
 
     def stepped(self, index: int) -> None:
         """A step of its optimizer has raised the version of a parameter, so that graphs of before end."""
@@ -83,8 +106,7 @@ class Changes:
         """
         if not self._left:
             return None
-        with torch._C.DisableTorchFunctionSubclass():  # as above
-            present = list(map(_version, self.parameters))
+        present = self._latest()
         if present == self._left:
             return None
         for index, version in enumerate(self._left):
@@ -211,8 +233,9 @@ def would_be_lost(name: str) -> str:
 def came_too_late(name: str) -> str:
     """Return the error text for a change of the parameter `name`, which was released, by a view of it."""
     return (
-        f"{name} was changed in place by a view of it (as {name}[3], or its detach()) that was kept from a "
-        "forward, backward or gathered(), or through the tensor that it was made of (nn.Parameter(tensor)): "
-        "its values have left that memory, and the change is lost. Change parameters between steps, inside "
-        "`with infinity.gathered(module, write=True):`, and build them of a clone() of what changes later."
+        f"{name} was changed in place by a view of it (as {name}[3], its detach() or to_local()) that was "
+        "kept from a forward, backward or gathered(), or through the tensor that it was made of "
+        "(nn.Parameter(tensor)): its values have left that memory, and the change is lost. Change parameters "
+        "between steps, inside `with infinity.gathered(module, write=True):`, and build them of a clone() of "
+        "what changes later."
     )

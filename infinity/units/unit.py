@@ -291,6 +291,8 @@ class Unit:
         self.storage_key = int(flat.untyped_storage()._cdata)
         with torch.inference_mode(mode=False), torch.no_grad():
             self._views = [flat[one.start : one.stop].view(one.shape) for one in self.layout.segments]
+            if self.distributed:
+                self._views = self.changes.counted(self._views)
         self._own_shares = self.shares()
         self._opened.by_storage[self.storage_key] = self
 

@@ -144,6 +144,14 @@ def test_a_step_with_mlps_in_slices_takes_what_was_planned(name, checkpointing):
     assert told.peak_nbytes < 0.8 * whole.peak_nbytes
 
 
+def test_ranks_that_hold_copies_of_inputs_keep_a_part_each_and_gather_one():
+    model = outline_of_config("x", LLAMA).activations
+    whole, part = (usage(model, Method(64, 64, copies=ranks), 2) for ranks in (1, 4))
+    one = whole.inputs_nbytes // LLAMA["num_hidden_layers"]
+    assert part.inputs_nbytes == part.kept_nbytes == whole.inputs_nbytes // 4
+    assert part.block_nbytes == whole.block_nbytes + one - one // 4
+
+
 def test_a_budget_is_planned_for_as_the_engine_decides_within_it():
     content, room = {**LLAMA, "intermediate_size": 704}, InputTiers(64 << 20)
     for budget, tiles in ((8 << 20, None), (7 << 20, "auto"), (16 << 20, None)):

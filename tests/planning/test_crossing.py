@@ -24,7 +24,8 @@ MODEL = Outline(
 
 
 def sent(**fields):
-    method = Method(TOKENS, TOKENS, sequence_parallel=fields.pop("sequence_parallel", 1))
+    how = {name: fields.pop(name, 1) for name in ("sequence_parallel", "copies")}
+    method = Method(TOKENS, TOKENS, **how)
     setting = Setting(1, method=method, **fields)
     return {one.by: one for one in crossings(MODEL, setting)}
 
@@ -62,6 +63,8 @@ def test_layers_are_summed_twice_in_each_pass_of_a_block():
     row, passes = TOKENS * HIDDEN * 2, 2 * 3
     assert found.nbytes == (2 * row * (2 * passes + 2) + 2 * TOKENS * 100 * 2) // 2
     assert found.place == BETWEEN
+    parts = sent(ranks=2, tensor_parallel=2, copies=2)["tensor"]
+    assert parts.nbytes - found.nbytes == 2 * row // 2, "of two blocks, of which ranks keep parts"
 
 
 def test_sequences_are_exchanged_four_times_in_each_pass_of_a_block():

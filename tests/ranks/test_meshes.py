@@ -7,6 +7,7 @@ Losses, weights and moments are compared bit for bit with the same parallel mode
 import functools
 import importlib.util
 import json
+import re
 
 import pytest
 
@@ -15,7 +16,7 @@ from places import SUPPORT
 
 EXACT = ["bf16, tight, clip_grad_norm_, checkpointed", "fp32, replicated, taken in, looked at, max_norm"]
 MORE = [
-    "bf16, checkpointed, accumulated, tight",
+    "bf16, checkpointed, whole, accumulated, tight",
     "bf16, looked at, tight, in the backward",
     "bf16, stage 1, max_norm",
     "fp32, frozen, tight",
@@ -53,6 +54,7 @@ ALONE = ["exported", "reduced by hand", "generated", "mesh_param", "fused", *ADA
 LAUNCHES = {
     "tp 2": (2, 1, [*EXACT, *BOTH, "paths"]),
     "more": (2, 1, [*MORE, *ALONE, "saved by dcp", "loaded from dcp"]),
+    "dying": (2, 1, ["dying"]),
     "dp 2 x tp 2": (4, 2, [*DIVIDED, *BOTH, "saved by dcp", "loaded from dcp", "fused", *ADAPTED, "paths"]),
 }
 """Ranks, how many of them have different data, and cases of each launch; "paths" is the last, as ranks that
@@ -81,7 +83,8 @@ def answers(tmp_path_factory):
         ranks, data, cases = LAUNCHES[launch]
         folder = tmp_path_factory.mktemp("mesh")
         forked(ranks, SUPPORT / "mesh_run.py", folder, data, *cases)
-        return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+        files = [folder / f"{rank}.json" for rank in range(ranks)]
+        return [json.loads(one.read_text(encoding="utf-8")) for one in files if one.exists()]
 
     def answer(launch, case):
         given = [one[case] for one in all_of(launch)]
@@ -95,7 +98,8 @@ def answers(tmp_path_factory):
 def test_a_parallel_model_trains_bit_for_bit_as_in_memory(answers, launch, case):
     given = answers(launch, case)
     assert [one["different"] for one in given] == [[]] * len(given)
-    assert all(one["in parts"] == ("in parts" in case) for one in given)
+    divided = "checkpointed" in case and "whole" not in case
+    assert all(one["in parts"] == divided for one in given)
     assert all(one["held"][0] == one["held"][1] for one in given), "layers are those of a rank's own parts"
     if "tight" in case:
         assert min(one["nvme"] for one in given) > 0
@@ -112,7 +116,10 @@ def test_every_rank_has_the_norm_of_the_whole_model(answers, launch, case):
 
 @pytest.mark.parametrize(("launch", "case"), of("wrong"))
 def test_what_no_mesh_can_have_is_refused_by_name_on_all_ranks(answers, launch, case):
-    for one in answers(launch, case):
+    given = answers(launch, case)
+    for name in {*given[0]} - {"one rank alone"}:
+        assert len({re.sub(r"\d+", "N", one[name]) for one in given}) == 1, "all ranks say the same"
+    for one in given:
         assert one["partial"].startswith("UnsupportedError: Holder.part0 is a DTensor placed as P")
         assert "whose dimension 0 has the ranks" in one["two meshes"]
         assert "along the data's dimensions Infinity divides them by itself" in one["over data"]
@@ -129,6 +136,16 @@ def test_what_no_mesh_can_have_is_refused_by_name_on_all_ranks(answers, launch, 
         assert "Holder.part0 is a DTensor: the mesh of ranks [" in one["on descending"]
         assert one["pipeline"].startswith("ConfigError: mesh and pipeline_group have ranks [")
         assert "Muon needs the whole matrix" in one["muon"]
+
+
+@pytest.mark.parametrize(("launch", "case"), of("wrong"))
+def test_what_one_rank_of_a_mesh_refuses_ends_the_building_on_those_beside_it(answers, launch, case):
+    for rank, one in enumerate(answers(launch, case)):
+        if rank % 2:
+            assert one["one rank alone"].startswith("UnsupportedError: Holder.part0 is a DTensor placed as P")
+        else:
+            assert one["one rank alone"].startswith("RanksError: rank 0 of 2")
+            assert "UnsupportedError: Holder.part0 is a DTensor placed as P" in one["one rank alone"]
 
 
 @pytest.mark.parametrize(("launch", "case"), of("wrong"))
@@ -158,6 +175,7 @@ def test_an_edit_by_hand_is_kept_whole_or_refused(answers, launch, case):
         assert "has made different values on them" in one["gradients apart"]
         assert one["released as state"].startswith("NotResidentError: parameter '1.weight' is not resident")
         assert "what is given for it an ordinary tensor" in one["ordinary as state"]
+        assert all("was changed in place by a view of it" in text for text in one["kept"])
         assert one["in slices"].startswith("UnsupportedError: tile_above='1KiB' with a mesh")
 
 
@@ -321,3 +339,10 @@ def test_ranks_that_use_other_modules_are_named_by_their_places_with_the_first_u
         if "data" in one:
             assert f"rank 0 (dp=0, tp={rank % 2}" in one["data"]
             assert f"rank 1 (dp=1, tp={rank % 2}, rank {2 + rank % 2} of the world): " in one["data"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_is_named_by_its_place_where_ranks_beside_each_other_meet(answers):
+    (left,) = answers("dying", "dying")
+    assert left["error"].startswith("RanksError: rank 0 of 2 (tp=0): ")
+    assert "rank 1 (tp=1) did not answer" in left["error"]

@@ -1,5 +1,7 @@
 """What a user edits by hand of a model on a mesh: a case of mesh_run.py."""
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
@@ -84,4 +86,20 @@ def edits(place):
     as_state(norm, ordinary)
     check("state", same(optimizer.state[norm]["exp_avg"], torch.ones(8)))
     answer["in slices"] = error_of(cut)
-    return answer | {"wrong": wrong}
+    kept = [error_of(partial(late, place, settings, grads=grads)) for grads in (True, False)]
+    return answer | {"wrong": wrong, "kept": kept}
+
+
+def late(place, settings, *, grads):
+    """Change a local tensor that was kept, and use its layer."""
+    with infinity.Init(**settings):
+        layers = nn.Sequential(nn.Linear(8, 5))
+        parallelize_module(layers, place.tensor, {"0": ColwiseParallel(output_layouts=Replicate())})
+    kept = []
+    layers[0].register_forward_pre_hook(lambda module, _: kept.append(module.weight.to_local()))
+    with torch.set_grad_enabled(grads):
+        layers(torch.ones(3, 8))
+        layers(torch.ones(3, 8))
+    with torch.no_grad():
+        kept[0].add_(1)
+    layers(torch.ones(3, 8))

@@ -1,7 +1,13 @@
-"""Ranks of a mesh whose models take different paths: a case of mesh_run.py."""
+"""Ranks of a mesh whose models take different paths, and one that dies: cases of mesh_run.py."""
+
+import os
+import time
+from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import infinity
 from mesh_edits import error_of
@@ -43,3 +49,20 @@ def two_steps(place, *, other):
         model(torch.ones(2, 8), chosen).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def dying(place):
+    """The last rank of a tensor dimension ends before the norm of a step; return the others' error."""
+    settings = {"mesh": place.mesh, "data": "dp", "nvme": place.folder, "host_memory": "64MiB"}
+    with infinity.Init(dtype="fp32", timeout_s=20, **settings):
+        model = nn.Sequential(nn.Linear(8, 8))
+        parallelize_module(model, place.tensor, {"0": ColwiseParallel(output_layouts=Replicate())})
+    optimizer = infinity.AdamW(model.parameters(), max_norm=1.0)
+    model(torch.ones(2, 8)).sum().backward()
+    through = Path(place.folder, "through")  # the backward, in which torch's error would name nobody
+    if place.tensor.get_local_rank() < place.tensor.size() - 1:
+        through.touch()
+        return {"error": error_of(optimizer.step)}
+    while not through.exists():
+        time.sleep(0.01)
+    os._exit(0)

@@ -34,10 +34,10 @@ from mesh_deepspeed import DEEPSPEED
 from mesh_edits import edits
 from mesh_fused import fused
 from mesh_kinds import KINDS, VOCABULARY, WIDTH, by_plan, from_transformers, generated
-from mesh_paths import paths
+from mesh_paths import dying, paths
 from mesh_saves import durable, exported, loaded_from_dcp, saves
 
-TOKENS, BATCH = 7, 2
+TOKENS, BATCH = 7, 5  # so that inputs of checkpoints, in bf16, are large enough to be divided
 COMPUTES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TIGHT, WIDE = "1MiB", "64MiB"
 
@@ -279,7 +279,8 @@ def compare(place, *options, dtype="fp32", max_norm=None, clip=None):
     stage = {"stage": 1} if "stage 1" in options else {}
     stage |= {"experts": "whole"} if "Mixtral" in options else {}
     stage |= {"state_dtype": small}
-    stage |= {"partition_activations": True} if "in parts" in options else {}
+    if "in parts" in options or "whole" in options:
+        stage["partition_activations"] = "in parts" in options
     model = offloaded(
         place, *options, dtype=dtype, host_memory=TIGHT if "tight" in options else WIDE, **stage
     )
@@ -315,7 +316,7 @@ def compare(place, *options, dtype="fp32", max_norm=None, clip=None):
         "different": different + [f"loss {losses} {ours}"] * (losses != ours),
         "norms": [mine.grad_norm, other.last_norm] if max_norm else own,
         "norms differ": max((abs(one / two - 1) for one, two in zip(own, norms, strict=True)), default=0),
-        "in parts": engine.parts is not None,
+        "in parts": engine.parts is not None and engine.parts.saved > 0,
         "held": [
             sum(one.numel for unit in engine.units for one in unit.layout.segments),
             sum(local(one).numel() for one in plain.parameters()),
@@ -392,6 +393,14 @@ def wrong(place):
     def partial_one():
         return DTensor.from_local(whole, place.tensor, [Partial()], run_check=False)
 
+    def one_rank_alone():
+        placed = [Partial() if place.tensor.get_local_rank() else Shard(0)]
+        told = refused(
+            lambda: held(place, lambda: DTensor.from_local(whole, place.tensor, placed), timeout_s=3)
+        )
+        dist.barrier()  # the other rank has waited for the timeout
+        return told
+
     def sharded(on=place.tensor):
         return distribute_tensor(whole, on, [Shard(0)] * on.ndim)
 
@@ -410,6 +419,7 @@ def wrong(place):
 
     return {
         "partial": refused(lambda: held(place, partial_one)),
+        "one rank alone": one_rank_alone(),
         "two meshes": refused(lambda: held(place, partial(sharded, other["x"]), mesh=across, data="dp")),
         "over data": refused(lambda: held(place, partial(sharded, across), mesh=across, data="dp")),
         "no mesh": refused(lambda: held_without(place, sharded)),
@@ -567,6 +577,7 @@ SPECIAL = {
     "saves": lambda place: saves(place, sys.modules[__name__]),
     "edits": edits,
     "paths": paths,
+    "dying": dying,
     "fused": lambda place: fused(place, sys.modules[__name__]),
     "adapters": lambda place: adapted(place, sys.modules[__name__]),
     "reduced by hand": reduced_by_hand,
