@@ -65,6 +65,7 @@ def test_the_commands_that_plan_run(folder, monkeypatch, capsys, command):
         "/local_nvme": str(folder),
         "7b": "1m",
         "70b": "1m",
+        "1t": "25m",  # has heads and layers for a mesh of 8 by 4
         "config.json": str(folder / "config.json"),
     }
     assert words[:2] == ["infinity", "plan"]

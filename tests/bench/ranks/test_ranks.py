@@ -164,12 +164,12 @@ def test_bad_options_are_refused_before_anything_runs(tmp_path, capsys):
 @pytest.mark.multi
 @pytest.mark.disk
 def test_two_ranks_are_measured_beside_ddp_and_fsdp2(folder, monkeypatch):
-    """Ours are started as by the command, those of the peers are forked."""
+    """All are started as by the command, but for one peer, whose ranks are forked."""
     assert ranks.HELP
     real = launch._started
 
     def started(environment, spec, *more):
-        return (real if spec["kind"] == "infinity" else forked_ranks)(environment, spec, *more)
+        return (forked_ranks if spec["kind"] == "fsdp2" else real)(environment, spec, *more)
 
     monkeypatch.setattr(launch, "_started", started)
     out = folder / "ranks.json"
