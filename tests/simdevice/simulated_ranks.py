@@ -125,7 +125,7 @@ def freeze(model, case):
 
 def run(name: str, simulator: Simulator) -> dict[str, object]:
     """Train as one of the ranks, and beside plain data parallelism in memory."""
-    from ranks_run import mean_over_ranks
+    from ranks_reference import mean_over_ranks
 
     dist.init_process_group("gloo")
     Channel.gather, Channel.exchange = gather_over_host, exchange_over_host
