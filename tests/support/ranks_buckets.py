@@ -80,6 +80,7 @@ def hops():
 
 def layers(number=4, width=64, **settings):
     """Return some layers, of which a forward may leave any out, and their optimizer."""
+    torch.manual_seed(0)
     with infinity.Init(host_memory="64MiB", **settings):
         model = torch.nn.ModuleList([torch.nn.Linear(width, width) for _ in range(number)])
     return model, infinity.AdamW(model.parameters())
