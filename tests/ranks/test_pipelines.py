@@ -20,17 +20,19 @@ EXACT = [
     "zero bubble, fp32, clip_grad_norm_, frozen",
     "zbv, fp32, tied",
 ]
+KINDS = ("gpipe", "1f1b", "interleaved", "looped", "zero bubble", "zbv", "dual pipe")
+OPTIONS = ("", ", tight", ", tight, max_norm, accumulated", ", clip_grad_norm_")
 MORE = [
     "zero bubble, bf16, tight, max_norm",
     "1f1b, bf16, accumulated",
     "dual pipe, bf16, frozen",
     *(
-        f"{kind}, {dtype}{options}"
-        for kind in ("gpipe", "1f1b", "interleaved", "looped", "zero bubble", "zbv", "dual pipe")
-        for dtype in ("fp32", "bf16")
-        for options in ("", ", tight", ", tight, max_norm, accumulated", ", clip_grad_norm_")
+        f"{kind}, {'bf16' if (number + place) % 2 else 'fp32'}{options}"
+        for number, kind in enumerate(KINDS)
+        for place, options in enumerate(OPTIONS)
     ),
 ]
+"""Each kind with all of OPTIONS, and either with both types."""
 DIVIDED = [
     "gpipe, fp32, max_norm",
     "1f1b, bf16, tight, clip_grad_norm_",

@@ -154,7 +154,7 @@ def planned(plain, case, engine):
 
 def in_memory(case):
     """Return a model that plain data parallelism has trained, and its losses."""
-    from ranks_run import mean_over_ranks
+    from ranks_reference import mean_over_ranks
 
     torch.manual_seed(0)
     plain = models.MODELS["llama"]()

@@ -1,6 +1,7 @@
 """What each rank of a launched program answers, for the test that has launched it."""
 
 import json
+import time
 import traceback
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import infinity
 
 def answer_all(folder, names, run):
     """Write what `run` answers for each of the names, or its error, to FOLDER/RANK.json; leave the others."""
-    answers = {}
+    answers = {"took_s": {}}
     for name in names:
+        began = time.perf_counter()
         try:
             answers[name] = run(name)
+            answers["took_s"][name] = time.perf_counter() - began
         except Exception as error:  # noqa: BLE001 - the others' answers count
             answers[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
     Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(answers), encoding="utf-8")

@@ -2,10 +2,12 @@
 
     coded_run.py FOLDER CASE [CASE ...]  # launched by launches.forked
 
-Rank R writes FOLDER/R.json. The reference is one process that has the whole model, takes every rank's batch
-in turn, and codes weights and gradients with infinity.reference.codes.
+Rank R writes FOLDER/R.json. The reference is one process, rank 0, that has the whole model, takes every
+rank's batch in turn, and codes weights and gradients with infinity.reference.codes: once for all cases that
+differ in where what lies.
 """
 
+import functools
 import json
 import os
 import sys
@@ -31,6 +33,7 @@ from infinity.reference import ReferenceAdamW, codes, prepare
 from mesh_run import VOCABULARY, MeshModel, local, parallel
 from ranks_chosen import Chooser
 
+models.SIZES["num_hidden_layers"] = models.GPT2["n_layer"] = 2  # of 20 units and more
 WIDE = {**models.SIZES, "vocab_size": 301, "hidden_size": 96, "intermediate_size": 168}
 BITS = {None: 0, "int8": 8, "int4": 4}
 BOTH = {"quantized_weights": "int8", "quantized_gradients": "int8"}
@@ -76,7 +79,7 @@ MODELS = {
 def in_one_process(
     name, weights, gradients, *, steps, micro=1, once=False, frozen=None, feedback=False, **options
 ):
-    """Train with what ranks send coded as they code it; return the losses of this rank and the weights. once:
+    """Train with what ranks send coded as they code it; return the losses of each rank and the weights. once:
     ranks sum their own gradients of a step first. feedback: what codes leave out is added to what comes next.
     """
     torch.manual_seed(0)
@@ -85,7 +88,8 @@ def in_one_process(
     for key, one in model.named_parameters():
         one.requires_grad_(frozen is None or frozen not in key)
     trained = [one for one in model.parameters() if one.requires_grad]
-    optimizer, losses = ReferenceAdamW(trained, lr=1e-2, weight_decay=0.1, **options), []
+    optimizer = ReferenceAdamW(trained, lr=1e-2, weight_decay=0.1, **options)
+    losses = [[] for _ in range(ranks)]
     kept = ranks + machines * (1 < machines < ranks)
     errors = [[torch.zeros(one.shape) for _ in range(kept)] if feedback else () for one in trained]
     for step in range(steps):
@@ -99,7 +103,7 @@ def in_one_process(
                 loss = loss_of(model, 1000 * rank + 10 * step + number)
                 loss.backward()
                 rows.append([one.grad for one in trained])
-                losses += [loss.item()] if rank == dist.get_rank() else []
+                losses[rank].append(loss.item())
                 model.zero_grad()
             of_backwards.append(rows)
         means = means_of(of_backwards, BITS[gradients], machines, errors, once=once)
@@ -110,6 +114,29 @@ def in_one_process(
         optimizer.step()
         optimizer.zero_grad()
     return losses, model.state_dict()
+
+
+@functools.cache
+def reference_of(in_one_process, *args, **options):
+    """Return what a training in one process comes to, on all ranks: the losses of this rank, and the rest."""
+    losses, *rest = of_rank_0(lambda: in_one_process(*args, **options))
+    return losses[dist.get_rank()], *rest
+
+
+def of_rank_0(work):
+    """Return on all ranks what `work()` returns on rank 0: if each did it, they would share the cores.
+
+    Raises: AssertionError on all where it fails.
+    """
+    given = [None, "another rank"]
+    if dist.get_rank() == 0:
+        try:
+            given = [work(), None]
+        except Exception:  # noqa: BLE001 - raised on all
+            given = [None, traceback.format_exc()]
+    dist.broadcast_object_list(given)
+    assert given[1] is None, given[1]
+    return given[0]
 
 
 def means_of(of_backwards, bits, machines, errors, *, once):
@@ -182,20 +209,11 @@ def train(model, optimizer, *, steps, micro=1, once=False, first=0):
     return losses
 
 
-def compare(name, *, steps=3, micro=1, once=False, frozen=None, options=None, **fields):
-    """Train, and compare with the reference, and the bytes with those of ranks that code nothing."""
-    options = {"lr": 1e-2, "weight_decay": 0.1, **(options or {})}
-    shown, coded = [], {key: fields.get(key) for key in ("quantized_weights", "quantized_gradients")}
-    for more in (fields, {**fields, **dict.fromkeys(coded), "error_feedback": False}):
-        model = build(name, frozen, **more)
-        trained = [one for one in model.parameters() if one.requires_grad]
-        optimizer = infinity.AdamW(trained, **options)
-        losses = train(model, optimizer, steps=steps, micro=micro, once=once)
-        state = model.state_dict()
-        engine_of_model(model).lane.drain()
-        shown.append((losses, state, infinity.stats(model).exchanged_nbytes))
-    of_reference = {key: one for key, one in options.items() if key == "max_norm"}
-    losses, expected = in_one_process(
+def compare(name, *, steps=3, micro=1, once=False, frozen=None, options=None, ratios=False, **fields):
+    """Train, and compare with the reference; ratios: and the bytes with those of ranks that code nothing."""
+    coded = {key: fields.get(key) for key in ("quantized_weights", "quantized_gradients")}
+    expected_losses, expected = reference_of(
+        in_one_process,
         name,
         *coded.values(),
         steps=steps,
@@ -203,13 +221,23 @@ def compare(name, *, steps=3, micro=1, once=False, frozen=None, options=None, **
         once=once,
         frozen=frozen,
         feedback=fields.get("error_feedback", False),
-        **of_reference,
+        **{key: one for key, one in (options or {}).items() if key == "max_norm"},
     )
-    (actual_losses, actual, moved), (_, _, plain) = shown
-    different = [key for key, one in expected.items() if not torch.equal(one, actual[key])]
+    options, shown = {"lr": 1e-2, "weight_decay": 0.1, **(options or {})}, []
+    plain = {**fields, **dict.fromkeys(coded), "error_feedback": False}
+    for more in (fields, plain) if ratios else (fields,):
+        model = build(name, frozen, **more)
+        trained = [one for one in model.parameters() if one.requires_grad]
+        optimizer = infinity.AdamW(trained, **options)
+        losses = train(model, optimizer, steps=steps, micro=micro, once=once)
+        state = model.state_dict()
+        engine_of_model(model).lane.drain()
+        shown.append((losses, state, infinity.stats(model).exchanged_nbytes))
+    (losses, state, moved), all_of = shown[0], shown[-1][2] if ratios else {}
+    different = [key for key, one in expected.items() if not torch.equal(one, state[key])]
     return {
-        "different": [*different, *(["losses"] if losses != actual_losses else [])],
-        "ratios": {kind: moved[kind] / plain[kind] for kind in plain if plain[kind]},
+        "different": [*different, *(["losses"] if losses != expected_losses else [])],
+        "ratios": {kind: moved[kind] / nbytes for kind, nbytes in all_of.items() if nbytes},
     }
 
 
@@ -420,13 +448,13 @@ BACKWARD = {"options": {"update": "backward"}}
 FED = {"quantized_gradients": "int4", "error_feedback": True}
 CASES = {
     "layers": lambda: compare("layers", **BOTH),
-    "layers, int4": lambda: compare("layers", quantized_weights="int8", quantized_gradients="int4"),
+    "layers, int4": lambda: compare("layers", ratios=True, **{**BOTH, "quantized_gradients": "int4"}),
     "gathered": gathered,
-    "llama": lambda: compare("llama", **BOTH),
-    "llama, int4": lambda: compare("llama", quantized_gradients="int4"),
+    "llama": lambda: compare("llama", ratios=True, **BOTH),
+    "llama, int4": lambda: compare("llama", ratios=True, quantized_gradients="int4"),
     "llama, weights": lambda: compare("llama", quantized_weights="int8"),
     "gpt2, backward": lambda: compare("gpt2", **BOTH, **BACKWARD),
-    "nvme": lambda: compare("llama", **BOTH, **NVME),
+    "nvme": lambda: compare("llama", ratios=True, **BOTH, **NVME),
     "nvme, backward": lambda: compare("gpt2", **BOTH, **BACKWARD, **NVME),
     "nvme, accumulated": lambda: compare("llama", micro=2, options={"max_norm": 0.5}, **BOTH, **NVME),
     "accumulated": lambda: compare("llama", micro=2, **BOTH),
@@ -453,7 +481,7 @@ CASES = {
     "in files": in_files,
     "hops": hops,
     "feedback": lambda: compare("layers", quantized_weights="int8", **FED),
-    "feedback, llama": lambda: compare("llama", **FED),
+    "feedback, llama": lambda: compare("llama", ratios=True, **FED),
     "feedback, nvme": lambda: compare("llama", micro=2, options={"max_norm": 0.5}, **FED, **NVME),
     "feedback, backward": lambda: compare("gpt2", **FED, **BACKWARD, **NVME),
     "feedback, no_sync": lambda: compare("llama", micro=3, once=True, **FED),
@@ -473,10 +501,12 @@ def main(folder, cases, known):
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(mode=True)
     dist.init_process_group("gloo")
-    answers = {}
+    answers = {"took_s": {}}
     for case in cases:
+        began = time.perf_counter()
         try:
             answers[case] = known[case]()
+            answers["took_s"][case] = time.perf_counter() - began
         except Exception as error:  # noqa: BLE001 - it is the answer
             answers[case] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
             if not isinstance(error, AssertionError):

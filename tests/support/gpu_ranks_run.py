@@ -23,7 +23,7 @@ from infinity.engine.engine import engine_of_model
 from infinity.ranks import group, groups
 from infinity.reference import ReferenceAdamW
 from places import disk
-from ranks_run import mean_over_ranks
+from ranks_reference import mean_over_ranks
 from simulated_ranks import SETTINGS, STAGES, clip, exchange_over_host, freeze, gather_over_host
 
 PLACE = "cuda:0"

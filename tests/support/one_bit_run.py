@@ -2,8 +2,9 @@
 
     one_bit_run.py FOLDER CASE [CASE ...]  # launched by launches.forked
 
-Rank R writes FOLDER/R.json. The reference is one process that has the whole model, takes every rank's batch
-in turn, and keeps the momenta and errors of all workers, by infinity.reference.one_bit.
+Rank R writes FOLDER/R.json. The reference is one process, rank 0, that has the whole model, takes every
+rank's batch in turn, and keeps the momenta and errors of all workers, by infinity.reference.one_bit: once for
+all cases that differ in where what lies.
 """
 
 import os
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import coded_run
 import infinity
 import infinity.deepspeed
-from coded_run import MODELS, build, loss_of, mean, summed, train
+from coded_run import MODELS, build, loss_of, mean, reference_of, summed, train
 from infinity.engine.engine import engine_of_model
 from infinity.ranks.machines import LOCAL_SIZE
 from infinity.reference import ReferenceAdamW, one_bit, prepare
@@ -26,7 +27,7 @@ GROUP = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.99)}
 
 
 def in_one_process(name, *, steps, freeze, micro=1, frozen=None, dtype=None):
-    """Return the losses of this rank, the weights, and the momenta and variances."""
+    """Return the losses of each rank, the weights, and the momenta and variances."""
     torch.manual_seed(0)
     model, ranks = MODELS[name](), dist.get_world_size()
     model = prepare(model) if dtype is None else model
@@ -35,7 +36,7 @@ def in_one_process(name, *, steps, freeze, micro=1, frozen=None, dtype=None):
     for key, one in model.named_parameters():
         one.requires_grad_(frozen is None or frozen not in key)
     trained = [one for one in model.parameters() if one.requires_grad]
-    optimizer, losses, state = ReferenceAdamW(trained, **GROUP), [], {}
+    optimizer, losses, state = ReferenceAdamW(trained, **GROUP), [[] for _ in range(ranks)], {}
     for step in range(steps):
         rows = []
         for rank in range(ranks):
@@ -44,7 +45,7 @@ def in_one_process(name, *, steps, freeze, micro=1, frozen=None, dtype=None):
                 loss = loss_of(model, 1000 * rank + 10 * step + number)
                 loss.backward()
                 grads.append([one.grad for one in trained])
-                losses += [loss.item()] if rank == dist.get_rank() else []
+                losses[rank].append(loss.item())
                 model.zero_grad()
             rows.append([summed(of_one) if micro > 1 else of_one[0] for of_one in zip(*grads, strict=True)])
         if step < freeze:
@@ -56,7 +57,7 @@ def in_one_process(name, *, steps, freeze, micro=1, frozen=None, dtype=None):
         with torch.no_grad():
             for one, *of_one in zip(trained, *rows, strict=True):
                 frozen_step(optimizer, one, of_one, state, workers, near, freeze)
-    moments = [optimizer.state[one] for one in trained]
+    moments = [{key: optimizer.state[one][key] for key in ("exp_avg", "exp_avg_sq")} for one in trained]
     return losses, model.state_dict(), moments
 
 
@@ -78,6 +79,15 @@ def frozen_step(optimizer, parameter, rows, state, workers, near, freeze):
 
 def compare(name, *, steps=6, freeze=2, micro=1, once=False, frozen=None, **fields):
     """Train, and compare with the reference; and the bytes of a step before the freeze and after."""
+    expected_losses, expected, moments = reference_of(
+        in_one_process,
+        name,
+        steps=steps,
+        freeze=freeze,
+        micro=micro,
+        frozen=frozen,
+        dtype=fields.get("dtype"),
+    )
     model = build(name, frozen, **fields)
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = infinity.OneBitAdam(trained, freeze_step=freeze, **GROUP)
@@ -89,9 +99,6 @@ def compare(name, *, steps=6, freeze=2, micro=1, once=False, frozen=None, **fiel
         moved.append({kind: after[kind] - before[kind] for kind in after})
     state = model.state_dict()
     engine = engine_of_model(model)
-    expected_losses, expected, moments = in_one_process(
-        name, steps=steps, freeze=freeze, micro=micro, frozen=frozen, dtype=fields.get("dtype")
-    )
     different = [key for key, one in expected.items() if not torch.equal(one, state[key])]
     for one, of_one in zip(trained, moments, strict=True):
         m, v = engine.parameters.read(one, ["m", "v"])

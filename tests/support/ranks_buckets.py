@@ -14,14 +14,16 @@ import parity
 from infinity.engine.engine import engine_of_model
 from infinity.ranks.group import open_ranks
 
-TWELVE = {**models.SIZES, "num_hidden_layers": 12}
+LAYERS = 12 if os.environ["WORLD_SIZE"] == "2" else 4
+"""Of the model whose collectives are counted: on more ranks each takes longer."""
 
 
-def twelve_layers(**settings):
-    """Return a Llama of twelve layers, and its optimizer."""
+def many_layers(**settings):
+    """Return a Llama of LAYERS layers, and its optimizer."""
     torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**models.SIZES, "num_hidden_layers": LAYERS})
     with infinity.Init(host_memory="128MiB", **settings):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TWELVE))
+        model = transformers.LlamaForCausalLM(config)
     return model, infinity.AdamW(model.parameters(), lr=1e-3)
 
 
@@ -37,7 +39,7 @@ def step(model, optimizer, number):
 
 def repeated(**settings):
     """Return what a step exchanges once steps repeat, by kind, and the weights after some."""
-    model, optimizer = twelve_layers(**settings)
+    model, optimizer = many_layers(**settings)
     for number in range(3):
         step(model, optimizer, number)
     before = infinity.stats(model)
@@ -58,7 +60,7 @@ def counted():
 
 def hops():
     """Return how the ranks lie on machines, and the bytes that this one sends to others in steps."""
-    model, optimizer = twelve_layers()
+    model, optimizer = many_layers()
     for number in range(2):
         step(model, optimizer, number)
     ranks, end_s = engine_of_model(model).ranks, time.monotonic() + 20
@@ -78,6 +80,7 @@ def hops():
 
 def layers(number=4, width=64, **settings):
     """Return some layers, of which a forward may leave any out, and their optimizer."""
+    torch.manual_seed(0)
     with infinity.Init(host_memory="64MiB", **settings):
         model = torch.nn.ModuleList([torch.nn.Linear(width, width) for _ in range(number)])
     return model, infinity.AdamW(model.parameters())

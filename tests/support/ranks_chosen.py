@@ -1,5 +1,6 @@
 """Experts that are modules of their own, of which each rank calls those that its own tokens are routed to."""
 
+import functools
 import os
 
 import torch
@@ -103,26 +104,36 @@ class Averaged(Chooser):
                 reference._store(parameter, mean, factor if factor is not None else 1.0)
 
 
+@functools.cache
+def in_memory(options, muons):
+    """Train the reference, once for all cases that differ in where what lies and what is recomputed; return
+    losses, calls and weights. options: pairs; muons: the names of those parameters that are Muon's, if any.
+    """
+    torch.manual_seed(0)
+    plain = prepare(Averaged())
+    optimizer = PlainMuon(plain, muons) if muons else ReferenceAdamW(plain.parameters(), **dict(options))
+    losses, called = train(plain, optimizer)
+    return losses, called, plain.state_dict()
+
+
 def chosen(*, checkpointed=False, options=None, muon=False, **init):
-    """Train the reference and ours side by side; return what differs, and which experts this rank called."""
+    """Train the reference and ours; return what differs, and which experts this rank called."""
     options = {"lr": 1e-2, "weight_decay": 0.1, **(options or {})}
-    plainly = {key: one for key, one in options.items() if key != "update"}
     torch.manual_seed(0)
     with infinity.Init(**{"host_memory": "64MiB", "timeout_s": 60, **init}):
         ours = Chooser(checkpointed=checkpointed)
-    torch.manual_seed(0)
-    plain = prepare(Averaged(checkpointed=checkpointed))
+    muons = frozenset()
     if muon:
         groups = infinity.muon_groups(ours, ADAMW, **MUON)
-        muons = {id(one) for one in groups[0]["params"]}
-        reference_step = PlainMuon(plain, {key for key, one in ours.named_parameters() if id(one) in muons})
+        of_muon = {id(one) for one in groups[0]["params"]}
+        muons = frozenset(key for key, one in ours.named_parameters() if id(one) in of_muon)
         optimizer = infinity.Muon(groups, update=options["update"])
     else:
-        reference_step = ReferenceAdamW(plain.parameters(), **plainly)
         optimizer = infinity.AdamW(ours.parameters(), **options)
-    expected, called = train(plain, reference_step)
+    plainly = tuple((key, one) for key, one in options.items() if key != "update")
+    expected, called, weights = in_memory(plainly, muons)
     losses, ours_called = train(ours, optimizer)
-    weights, found = plain.state_dict(), ours.state_dict()
+    found = ours.state_dict()
     return {
         "different": [key for key, one in weights.items() if not torch.equal(one, found[key])],
         "losses": losses,

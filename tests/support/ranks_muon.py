@@ -1,43 +1,50 @@
 """Muon on several ranks, each of which has a part of a matrix: cases of ranks_run."""
 
+import functools
 import os
 
-import torch
 import torch.distributed as dist
 
 import infinity
 import models
 from plain_muon import ADAMW, MUON, PlainMuon
+from ranks_reference import build_reference, same
 
 
-def compare_muon(build_reference, name, *, micro=1, update="forward", clip=None, dtype="bf16", **init):
-    """Train by Muon, plainly and on the ranks; return what differs, as ranks_run.compare does.
+def train(model, optimizer, micro):
+    """Train on this rank's batches; return the losses and weights."""
+    losses = []
+    for step in range(3):
+        for number in range(micro):
+            ids = models.batch(1000 * dist.get_rank() + 10 * step + number)
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, **model.state_dict()}
 
-    build_reference: makes the plain model, whose gradients are means over the ranks.
-    """
+
+@functools.cache
+def in_memory(name, dtype, muons, clip, micro):
+    """Train the reference, once for all cases that differ in where what lies. muons: the names of Muon's."""
+    model = build_reference(name, computes=dtype)
+    return train(model, PlainMuon(model, muons, clip=clip), micro)
+
+
+def compare_muon(name, *, micro=1, update="forward", clip=None, dtype="bf16", **init):
+    """Train by Muon, plainly and on the ranks; return what differs, as ranks_reference.compare does."""
     ours = models.build(name, **{"host_memory": "64MiB", "dtype": dtype, **init})
     groups = infinity.muon_groups(ours, ADAMW, **MUON)
     optimizer = infinity.Muon(groups, update=update, max_norm=clip)
     muons = {id(one) for one in groups[0]["params"]}
     names = {key for key, pieces in models.named_wholes(ours) if id(pieces[0]) in muons}
-    theirs = PlainMuon(build_reference(name, computes=dtype), names, clip=clip)
-    shown = []
-    for model, one in ((theirs.model, theirs), (ours, optimizer)):
-        losses = []
-        for step in range(3):
-            for number in range(micro):
-                ids = models.batch(1000 * dist.get_rank() + 10 * step + number)
-                loss = model(input_ids=ids, labels=ids).loss
-                loss.backward()
-                losses.append(loss.item())
-            one.step()
-            one.zero_grad()
-        shown.append({"losses": losses, **model.state_dict()})
-    expected, actual = shown
+    expected = in_memory(name, dtype, frozenset(names), clip, micro)
+    actual = train(ours, optimizer, micro)
     numbers = [one["momentum_buffer"] for one in optimizer.state_dict()["state"].values() if len(one) == 2]
     stats = infinity.stats(ours)
     return {
-        "different": [key for key, one in expected.items() if not _same(one, actual[key])],
+        "different": [key for key, one in expected.items() if not same(one, actual[key])],
         "momenta": len(numbers),
         "losses": actual["losses"],
         "nvme": stats.nvme_written_nbytes,
@@ -45,24 +52,14 @@ def compare_muon(build_reference, name, *, micro=1, update="forward", clip=None,
     }
 
 
-def _same(one, other):
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
-def muon_cases(build_reference):
-    """Return the cases by name."""
-    nvme = {"nvme": os.environ.get("RANKS_DISK"), "host_memory": int(os.environ["WORLD_SIZE"]) << 20}
-
-    def case(name, **options):
-        return lambda: compare_muon(build_reference, name, **options)
-
-    return {
-        "muon": case("gpt2"),
-        "muon clipped": case("llama", micro=2, clip=0.5),
-        "muon fp32": case("llama", dtype="fp32"),
-        "muon backward": case("gpt2", update="backward"),
-        "muon of experts": case("experts", **nvme),
-        "muon stage 2": case("llama", stage=2, update="backward"),
-        "nvme muon": case("gpt2", **nvme),
-        "nvme muon backward": case("gpt2", update="backward", **nvme),
-    }
+NVME = {"nvme": os.environ.get("RANKS_DISK"), "host_memory": int(os.environ["WORLD_SIZE"]) << 20}
+MUONS = {
+    "muon": lambda: compare_muon("gpt2"),
+    "muon clipped": lambda: compare_muon("llama", micro=2, clip=0.5),
+    "muon fp32": lambda: compare_muon("llama", dtype="fp32"),
+    "muon backward": lambda: compare_muon("gpt2", update="backward"),
+    "muon of experts": lambda: compare_muon("experts", **NVME),
+    "muon stage 2": lambda: compare_muon("llama", stage=2, update="backward"),
+    "nvme muon": lambda: compare_muon("gpt2", **NVME),
+    "nvme muon backward": lambda: compare_muon("gpt2", update="backward", **NVME),
+}

@@ -2,12 +2,11 @@
 
     torchrun --nproc-per-node 2 tests/support/ranks_run.py FOLDER CASE [CASE ...]  # or launches.forked
 
-Rank R writes FOLDER/R.json: {case: answer, or {"error": text}}. The reference of N ranks is plain: each holds
-the whole model, and every gradient becomes the mean over the ranks, summed in fp32 in their order, divided
-once and rounded once, as autograd hands it over.
+Rank R writes FOLDER/R.json: {case: answer, or {"error": text}}. The reference of N ranks is plain, in
+ranks_reference.py: each holds the whole model, and every gradient becomes the mean over the ranks, summed in
+fp32 in their order, divided once and rounded once, as autograd hands it over.
 """
 
-import contextlib
 import gc
 import json
 import os
@@ -20,7 +19,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cut_ranks
@@ -29,11 +27,10 @@ import models
 import parity
 import surgery
 import sweep
-from children import ended
+from children import Child
 from infinity.cli.presets import PRESETS, Preset, llama
 from infinity.engine.engine import engine_of_model
-from infinity.ranks.machines import LOCAL_SIZE
-from infinity.reference import ReferenceAdamW, prepare
+from infinity.reference import ReferenceAdamW
 from infinity.reference import recipe as reference
 from ranks_buckets import BUCKETS
 from ranks_chosen import CHOSEN
@@ -53,143 +50,9 @@ from ranks_layers import (
     rounds,
     seeds,
 )
-from ranks_muon import muon_cases
+from ranks_muon import MUONS
+from ranks_reference import build_reference, compare, same, state_of, train
 from scaling import Beside
-
-WIDE = {
-    **models.SIZES,
-    "vocab_size": 301,
-    "hidden_size": 96,
-    "intermediate_size": 168,
-    "num_hidden_layers": 2,
-}
-WIDE_GPT2 = {**models.GPT2, "vocab_size": 301, "n_embd": 96, "n_layer": 2}
-STILL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-models.MODELS.update(  # wide enough that every rank holds a part of most units, and parameters are cut
-    {
-        "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**WIDE)),
-        "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**WIDE_GPT2, **STILL)),
-        "gpt2-dropout": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**WIDE_GPT2)),
-        "mixtral": lambda: transformers.MixtralForCausalLM(
-            transformers.MixtralConfig(**WIDE, num_local_experts=4, num_experts_per_tok=2)
-        ),
-        "experts": lambda: transformers.MixtralForCausalLM(  # the ranks' tokens go to some of them
-            transformers.MixtralConfig(
-                **{**WIDE, "num_hidden_layers": 1}, num_local_experts=32, num_experts_per_tok=1
-            )
-        ),
-    }
-)
-
-
-def mean_over_ranks(grad, group=None):
-    rows = [torch.empty_like(grad) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, grad.contiguous(), group=group)
-    near = int(os.environ.get(LOCAL_SIZE, len(rows)))
-    of_machines = [sum_of(rows[first : first + near]).to(grad.dtype) for first in range(0, len(rows), near)]
-    return (sum_of(of_machines if len(of_machines) > 1 else rows) / len(rows)).to(grad.dtype)
-
-
-def sum_of(rows):
-    return sum(rows[1:], rows[0].float())
-
-
-def build_reference(name, seed=0, group=None, computes="bf16"):
-    """Return the plain model of a rank, whose gradients are means over the ranks as they come."""
-    torch.manual_seed(seed)
-    model = models.MODELS[name]()
-    for parameter in model.parameters():
-        parameter.register_hook(lambda grad: mean_over_ranks(grad, group))
-    if "in fp32" in name:
-        prepare(model.lm_head, torch.float32)
-    return prepare(model, models.COMPUTES[computes])
-
-
-def edit(model):
-    """Change the gradients, which are the same on every rank, in place."""
-    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
-    for parameter in model.parameters():
-        parameter.grad.div_(3).add_(torch.ones_like(parameter), alpha=1e-3)
-        parameter.grad[0].mul_(0.3)
-        parameter.grad.view(-1)[-5:] = 0.25
-
-
-def train(model, optimizer, *, steps=3, micro=1, once=False, clip=None, edits=False):
-    """Train on this rank's batches; return the losses. once: reduce only in each step's last backward."""
-    losses = []
-    for step in range(steps):
-        for one in range(micro):
-            ids = models.batch(1000 * dist.get_rank() + 10 * step + one)
-            local = once and one < micro - 1 and not isinstance(optimizer, ReferenceAdamW)
-            with infinity.no_sync(model) if local else contextlib.nullcontext():
-                loss = model(input_ids=ids, labels=ids).loss
-                loss.backward()
-            losses.append(loss.item())
-        if once and isinstance(optimizer, ReferenceAdamW):
-            mean_of_sums(model)
-        if edits:
-            edit(model)
-        if clip is not None and isinstance(optimizer, ReferenceAdamW):
-            reference.clip_grad_norm_(optimizer, clip)
-        elif clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def mean_of_sums(model):
-    """Let each stored gradient of the reference, this rank's fp32 sum, be the mean of the ranks' sums."""
-    for parameter in model.parameters():
-        value, factor = reference._stored(parameter)
-        reference._store(parameter, mean_over_ranks(value), factor)
-
-
-def compare(
-    name,
-    *,
-    steps=3,
-    micro=1,
-    once=False,
-    clip=None,
-    edits=False,
-    checkpoint=None,
-    freeze=None,
-    options=None,
-    group=None,
-    **init,
-):
-    """Train the reference and ours side by side; return what differs."""
-    options = {"lr": 1e-2, "weight_decay": 0.1, **(options or {})}
-    shown = []
-    for ours in (False, True):
-        if ours:
-            model = models.build(name, **{"host_memory": "64MiB", "process_group": group, **init})
-        else:
-            computes = init.get("dtype", "bf16")
-            of = group and group.get_group()
-            model = models.build(name) if once else build_reference(name, group=of, computes=computes)
-        if checkpoint is not None:
-            models.checkpointed(model, checkpoint == "reentrant")
-        for key, parameter in model.named_parameters():
-            parameter.requires_grad_(freeze is None or freeze not in key)
-        trained = [one for one in model.parameters() if one.requires_grad]
-        kind = infinity.AdamW if ours else ReferenceAdamW
-        optimizer = kind(trained, **{key: one for key, one in options.items() if ours or key != "update"})
-        torch.manual_seed(100 + dist.get_rank())  # of dropout: each rank draws its own
-        losses = train(model, optimizer, steps=steps, micro=micro, once=once, clip=clip, edits=edits)
-        shown.append({"losses": losses, **model.state_dict(), **state_of(optimizer, model)})
-    expected, actual = shown
-    assert expected.keys() == actual.keys()
-    stats = infinity.stats(model)
-    return {
-        "used": sum(unit.uses > 0 for unit in stats.units),
-        "units": len(stats.units),
-        "different": [key for key, one in expected.items() if not same(one, actual[key])],
-        "losses": actual["losses"],
-        "nvme": stats.nvme_written_nbytes,
-        "spilled": sum(size for (_, field), size in stats.written_nbytes.items() if "grad" in field),
-    }
 
 
 def joined(name, *, freeze=None):
@@ -406,25 +269,6 @@ def partitioned(**settings):
     return {"equal": losses == parted_losses and equal, "kept": kept}
 
 
-def state_of(optimizer, model=None):
-    """Return an optimizer's moments by number, or, given its model, by the names where no layer is cut."""
-    state = optimizer.state_dict()["state"]
-    keys = ("exp_avg", "exp_avg_sq")
-    if model is None:
-        return {f"{key} of parameter {one}": state[one][key].float() for one in state for key in keys}
-    numbers = {id(one): number for number, one in enumerate(optimizer.param_groups[0]["params"])}
-    return {
-        f"{key} of {name}": torch.cat([state[numbers[id(one)]][key].float() for one in pieces])
-        for name, pieces in models.named_wholes(model)
-        for key in keys
-        if id(pieces[0]) in numbers and numbers[id(pieces[0])] in state
-    }
-
-
-def same(one, other):
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
 def traffic():
     """Return what a checkpointed step exchanges where nothing is kept between uses, and the model's size."""
     model = parity.nothing_waits(models.build("llama", host_memory="64MiB", shared_memory=False))
@@ -528,7 +372,7 @@ CASES = {
     "partitioned nvme": lambda: partitioned(offload_activations="nvme", **NVME),
     **CHOSEN,
     **BUCKETS,
-    **muon_cases(build_reference),
+    **MUONS,
     "different ways": different_ways,
     "alone": alone,
     "dropped": dropped,
@@ -545,7 +389,7 @@ CASES = {
     "surgery": lambda: {"wrong": surgery.on_ranks(os.environ["RANKS_DISK"], every_nth=6)},
     "whole surgery": lambda: {"wrong": surgery.on_ranks(os.environ["RANKS_DISK"])},
     "sweep": lambda: {"wrong": sweep.sweep(every_nth=72)},
-    "whole sweep": lambda: {"wrong": sweep.sweep()},
+    "whole sweep": lambda: {"wrong": sweep.sweep(every_nth=len(sweep.BUDGETS))},
     "traffic": traffic,
     "nvme traffic": lambda: nvme_traffic(Preset(layers=2, hidden=256, intermediate=688, heads=4), 2),
     "nvme traffic of 25m": lambda: nvme_traffic(PRESETS["25m"], 16),
@@ -556,6 +400,8 @@ CASES = {
 
 LAST = {"different ways", "leaving", "leaving behind", "killed", "alone", "failing", "gathered differently"}
 """After these the ranks cannot go on together: each has processes of its own, forked from the others."""
+AT_ONCE = set()
+"""Those of them that wait more than they compute, and for which others may take the cores."""
 
 
 def answer_of(case):
@@ -566,16 +412,20 @@ def answer_of(case):
         return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
 
 
-def apart(folder, case):
-    """Run a case in a forked process on each rank, in a process group of these."""
+def apart(folder, cases):
+    """Run cases in forked processes on each rank, at once, each in a process group of these."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
-    def work(say):
+    def work(case, say):
         met = Path(folder, f"{case}.met").absolute().as_uri()
         dist.init_process_group("gloo", init_method=met, rank=rank, world_size=ranks)
         say(**answer_of(case))
 
-    return dict(ended(work, limit_s=60.0))
+    children = {case: Child(partial(work, case), limit_s=60.0) for case in cases}
+    for child in children.values():
+        while not child.over():
+            time.sleep(0.005)
+    return {case: dict(child.last) for case, child in children.items()}
 
 
 def main(folder, cases):
@@ -584,7 +434,9 @@ def main(folder, cases):
     torch.use_deterministic_algorithms(mode=True)
     gc.collect()
     gc.freeze()  # else each collection, of which some cases ask for many, walks all that is imported
-    answers = {case: apart(folder, case) for case in cases if case in LAST}  # before any thread is started
+    answers = apart(folder, [case for case in cases if case in AT_ONCE])  # before any thread is started
+    for case in (one for one in cases if one in LAST - AT_ONCE):
+        answers |= apart(folder, [case])
     dist.init_process_group("gloo")
     for case in cases:
         if case in LAST:

@@ -2,9 +2,11 @@
 
     secondary_run.py FOLDER CASE [CASE ...]  # launched by launches.forked
 
-Rank R writes FOLDER/R.json. The reference is the same training without second parts.
+Rank R writes FOLDER/R.json. The reference is the same training without second parts: once for all cases that
+differ in where what lies.
 """
 
+import functools
 import os
 import signal
 import sys
@@ -35,27 +37,52 @@ def moved_by(model):
         time.sleep(0.01)
 
 
-def compare(name, *, steps=3, micro=1, once=False, frozen=None, checkpoint=None, options=None, **fields):
-    """Train with second parts and without; return what differs, and what a step has moved."""
-    options, shown = {"lr": 1e-2, "weight_decay": 0.1, **(options or {})}, []
-    for more in ({"secondary_shard": "machine", **fields}, {**fields, "secondary_shard": None}):
-        model = build(name, frozen, checkpoint, **more)
-        parity.nothing_waits(model)  # each use assembles what it needs
-        optimizer = infinity.AdamW([one for one in model.parameters() if one.requires_grad], **options)
-        losses, each = [], [moved_by(model)]
-        for step in range(steps):
-            losses += train(model, optimizer, steps=1, micro=micro, once=once, first=step)
-            each.append(moved_by(model))
-        state = model.state_dict()
-        shown.append((losses, state, each, engine_of_model(model)))
-    (losses, state, each, engine), (plain_losses, plain, plain_each, _) = shown
+WHERE = {"nvme", "host_memory", "gather_bucket", "reduce_bucket"}
+"""Settings that say where weights lie, and how many go together: what a step moves is the same."""
+WAYS = {*WHERE, "units", "checkpoint", "update"}
+"""Those, and others that change no bit."""
+
+
+def trained(name, *, steps, micro, once, frozen, waits=False, checkpoint=None, **settings):
+    """Train; return the losses, the weights, what the last step has moved, and the engine. waits: units may
+    wait for their next use; else each use assembles what it needs.
+    """
+    options = {key: settings.pop(key) for key in ("max_norm", "update") if key in settings}
+    model = build(name, frozen, checkpoint, **settings)
+    if not waits:
+        parity.nothing_waits(model)
+    of_step = [one for one in model.parameters() if one.requires_grad]
+    optimizer = infinity.AdamW(of_step, lr=1e-2, weight_decay=0.1, **options)
+    losses, each = [], [[0, 0, 0]]
+    for step in range(steps):
+        losses += train(model, optimizer, steps=1, micro=micro, once=once, first=step)
+        each.append(None if waits else moved_by(model))
+    moved = None if waits else [last - one for last, one in zip(each[-1], each[-2], strict=True)]
+    return losses, model.state_dict(), moved, engine_of_model(model)
+
+
+@functools.cache
+def without(name, **settings):
+    """Return the losses and weights of a training without second parts, and what its last step has moved."""
+    return trained(name, **{**settings, "secondary_shard": None})[:3]
+
+
+def compare(name, *, steps=3, micro=1, once=False, frozen=None, moved=False, options=None, **fields):
+    """Train with second parts and without; return what differs, and what a step has moved: without them as
+    well, where that is asked for.
+    """
+    steps_of = {"steps": steps, "micro": micro, "once": once, "frozen": frozen}
+    settings = {"secondary_shard": "machine", **fields, **(options or {})}
+    alike = {key: one for key, one in settings.items() if key not in (WHERE if moved else WAYS)}
+    plain_losses, plain, plain_moved = without(name, waits=not moved, **steps_of, **alike)
+    losses, state, step_moved, engine = trained(name, **steps_of, **settings)
     different = [key for key, one in plain.items() if not torch.equal(one, state[key])]
     ranks, units = engine.ranks, [unit for unit in engine.units if unit.resident_nbytes]
     machines = ranks.grid.machines if ranks.grid is not None else 1
     return {
         "different": different + (["losses"] if losses != plain_losses else []),
-        "a step": [last - one for last, one in zip(each[-1], each[-2], strict=True)],
-        "a step without": [last - one for last, one in zip(plain_each[-1], plain_each[-2], strict=True)],
+        "a step": step_moved,
+        "a step without": plain_moved,
         "weights": sum(unit.resident_nbytes for unit in units),
         "trained": sum(unit.resident_nbytes for unit in units if unit.trainable),
         "crosses": sum((machines - 1) * unit.record.shard.numel * unit.flat.itemsize for unit in units),
@@ -105,7 +132,7 @@ def no_room():
     """Return the error of a host_memory without room for second parts, without NVMe, and what comes of what
     it names as enough.
     """
-    nbytes, shown = dist.get_world_size() << 18, []
+    nbytes, shown = dist.get_world_size() * 3 << 17, []
     while not shown:
         nbytes += nbytes // 8
         try:
@@ -141,31 +168,31 @@ STORED = {**NVME, "host_memory": int(os.environ["WORLD_SIZE"]) << 18}
 """So little host memory that second parts lie on NVMe."""
 
 CASES = {
-    "llama": lambda: compare("llama"),
+    "llama": lambda: compare("llama", moved=True),
     "layers": lambda: compare("layers"),
     "qwZ": lambda: compare("layers", **BOTH),
-    "nvme": lambda: compare("llama", **{**NVME, "host_memory": "64MiB"}),
+    "nvme": lambda: compare("llama", moved=True, **{**NVME, "host_memory": "64MiB"}),
     "nvme, qwZ": lambda: compare("llama", **{**NVME, "host_memory": "64MiB"}, **BOTH),
-    "stored": lambda: compare("llama", **STORED),
+    "stored": lambda: compare("llama", moved=True, **STORED),
     "stored, one by one": lambda: compare("llama", gather_bucket=0, micro=2, **STORED),
     "stored, qwZ": lambda: compare("llama", **BOTH, **STORED),
     "stored, backward": lambda: compare("llama", **BACKWARD, **STORED),
     "stored, fp32": lambda: compare("llama", dtype="fp32", **STORED),
     "backward": lambda: compare("gpt2", **BACKWARD),
     "backward, qwZ": lambda: compare("gpt2", **BACKWARD, **BOTH),
-    "accumulated": lambda: compare("llama", micro=3),
-    "no_sync": lambda: compare("llama", micro=3, once=True),
-    "max_norm": lambda: compare("llama", options={"max_norm": 0.5}),
+    "accumulated": lambda: compare("llama", moved=True, micro=2),
+    "no_sync": lambda: compare("llama", moved=True, micro=2, once=True),
+    "max_norm": lambda: compare("llama", moved=True, options={"max_norm": 0.5}),
     "frozen": lambda: compare("llama", frozen="mlp"),
-    "blocks": lambda: compare("llama", units="block"),
-    "one by one": lambda: compare("llama", gather_bucket=0, reduce_bucket=0),
+    "blocks": lambda: compare("llama", moved=True, units="block"),
+    "one by one": lambda: compare("llama", moved=True, gather_bucket=0, reduce_bucket=0),
     "checkpointed": lambda: compare("llama", checkpoint="not", **BACKWARD),
-    "reentrant": lambda: compare("llama", checkpoint="reentrant"),
+    "reentrant": lambda: compare("llama", moved=True, checkpoint="reentrant"),
     "mixtral": lambda: compare("mixtral"),
     "routed": lambda: compare("routed"),
     "chosen": lambda: compare("chosen"),
     "chosen, checkpointed": lambda: compare("chosen, checkpointed"),
-    "fp32": lambda: compare("llama", dtype="fp32"),
+    "fp32": lambda: compare("llama", moved=True, dtype="fp32"),
     "fp32 beside qgZ": lambda: compare("llama", dtype="fp32", quantized_gradients="int8"),
     "edited": edited,
     "mesh": on_mesh,

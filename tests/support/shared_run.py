@@ -210,11 +210,15 @@ def refused(other, **fields):
     return {"said": "none"}
 
 
+KILLED_S = 5
+"""The seconds that a rank waits for another."""
+
+
 def killed(folder, *, when):
     """Rank 1 is killed, or stops, in its third step; return what the others are told, and after how long."""
-    model = models.build("llama", host_memory="64MiB", timeout_s=8, gather_bucket=0)
+    model = models.build("llama", host_memory="64MiB", timeout_s=KILLED_S, gather_bucket=0)
     optimizer, said = infinity.AdamW(parity.nothing_waits(model).parameters(), lr=1e-2), "none"
-    Path(folder, f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
+    Path(folder, f"{when}.{dist.get_rank()}").write_text(str(os.getpid()))
 
     def end(*_):
         if dist.get_rank() == 1:
@@ -228,25 +232,28 @@ def killed(folder, *, when):
         ranks_run.train(model, optimizer, steps=2)
     except infinity.RanksError as error:
         said = str(error)
-    took_s = time.monotonic() - began
+    told_s = time.monotonic() - began
     with contextlib.suppress(ProcessLookupError):
-        os.kill(int(Path(folder, "1.pid").read_text()), signal.SIGKILL)
+        os.kill(int(Path(folder, f"{when}.1").read_text()), signal.SIGKILL)
     engine_of_model(model).close()
     del model, optimizer, layer
     gc.collect()
-    return {"said": said, "took_s": took_s, "left": [*map(str, descriptors()), *mappings()]}
+    return {"said": said, "told_s": told_s, "left": [*map(str, descriptors()), *mappings()]}
 
 
-def fewer_batches():
+def fewer_batches(folder):
     """Rank 1 has two batches and waits elsewhere, the others have three; return what the others are told."""
-    model = models.build("llama", host_memory="64MiB", timeout_s=7)
+    model = models.build("llama", host_memory="64MiB", timeout_s=5)
     optimizer, said = infinity.AdamW(model.parameters(), lr=1e-2), "none"
+    told, until = Path(folder, "told of batches"), time.monotonic() + 30
     try:
         ranks_run.train(model, optimizer, steps=2 if dist.get_rank() == 1 else 3)
     except infinity.RanksError as error:
         said = str(error)
-    if dist.get_rank() == 1:
-        time.sleep(15)
+    if dist.get_rank() == 0:
+        told.touch()
+    while not told.exists() and time.monotonic() < until:
+        time.sleep(0.05)
     return {"said": said}
 
 
@@ -281,12 +288,12 @@ CASES = {
     "killed in forward": lambda: killed(sys.argv[1], when="forward"),
     "killed in backward": lambda: killed(sys.argv[1], when="backward"),
     "stopped": lambda: killed(sys.argv[1], when="stopped"),
-    "fewer batches": fewer_batches,
     "stops alone": stops_alone,
+    "fewer batches": lambda: fewer_batches(sys.argv[1]),
 }
 ranks_run.CASES.update(CASES)
-ranks_run.LAST.update({"killed in forward", "killed in backward", "stopped", "changed past autograd"})
-ranks_run.LAST.update({"fewer batches", "stops alone"})
+ranks_run.AT_ONCE.update({"killed in forward", "killed in backward", "stopped", "fewer batches"})
+ranks_run.LAST.update({*ranks_run.AT_ONCE, "changed past autograd", "stops alone"})
 
 
 if __name__ == "__main__":

@@ -13,10 +13,12 @@ import xxhash
 
 import infinity
 import models
+import ranks_reference
 import ranks_run
 from infinity.planning.together import Feature, why_not
 from infinity.tensors import as_bytes
 
+ranks_reference.WIDE["num_hidden_layers"] = 1  # twelve units that features meet at
 FIELDS = {
     Feature.SECONDARY_SHARD: {"secondary_shard": 2},
     Feature.SHARED_MEMORY: {"shared_memory": True},
