@@ -1,20 +1,18 @@
-"""A device that computes in the type that it is asked for."""
+"""Devices that compute in the type that they are asked for."""
 
 from __future__ import annotations
 
 import torch
 
-from infinity.device.device import Device, open_device
+from infinity.device.device import Device
 from infinity.errors import UnsupportedError
 
 
-def open_computing(name: str, dtype: torch.dtype) -> Device:
-    """Return the device called `name`, see open_device; that it multiplies matrices of a type is tried before
-    anything is built for it.
+def that_computes(device: Device, dtype: torch.dtype) -> Device:
+    """Return a device that multiplies matrices of a type, which is tried before anything is built for it.
 
     Raises: UnsupportedError naming both where it does not.
     """
-    device = open_device(name)
     try:
         one = torch.ones(2, 2, dtype=dtype, device=device.torch_device)
         torch.mm(one, one)

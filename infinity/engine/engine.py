@@ -25,8 +25,8 @@ from infinity.autograd.hooks import Hooks
 from infinity.autograd.module_calls import Entering, Leaving
 from infinity.autograd.rounds import Rounds
 from infinity.config.settings import Config
-from infinity.device.computing import open_computing
-from infinity.device.device import choose_cores, choose_device
+from infinity.device.computing import that_computes
+from infinity.device.device import choose_cores, choose_device, open_device
 from infinity.device.direct import read_directly
 from infinity.device.room import note_download
 from infinity.durable.committer import TrainingStateSource
@@ -98,7 +98,7 @@ class Engine:
         self.config = config
         self.ranks, self.stages = self._meet(process_group, pipeline_group)
         self.schema = config.schema
-        self.device = read_directly(open_computing(self.ranks.device, self.weights.dtype), config)
+        self.device = read_directly(that_computes(open_device(self.ranks.device), self.weights.dtype), config)
         self.rank_features: RankFeatures = rank_features(config, self.ranks, self.device)
         self.expert_ranks = self._divide_experts()
         """How ranks divide experts; None where each computes with all."""
