@@ -5,8 +5,7 @@
     infinity plan check --model 1t --ranks 16 --local-ranks 8 --host-memory 128GiB --gpu h200 \
         --nvme-read 25 --nvme-write 20 --nvme-mixed 22 --link 50 --tokens 8x2048
 
-Decisions are made by the same functions as in training (see demand), and a step runs on a simulated machine
-(see forecast). Figures that are not given are measured on this machine, or left open.
+Decisions are those of training (see demand); a step runs on a simulated machine (see forecast).
 """
 
 from __future__ import annotations
