@@ -152,6 +152,12 @@ def planned(plain, case, engine):
     }
 
 
+def there(plain, case, engine):
+    """Return the units that live on the device; and which ones a plan says, in stage 3."""
+    names = sorted(unit.name for unit in engine.units if lives_on_device(unit))
+    return {"there": names, "planned": planned(plain, case, engine) if case["stage"] == 3 else None}
+
+
 def run(name: str, simulator: Simulator) -> dict[str, object]:
     """Train as one of the ranks, and beside plain data parallelism in memory."""
     from ranks_run import mean_over_ranks
@@ -214,9 +220,8 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         "downloaded": [one.since(other).downloaded_nbytes for other, one in itertools.pairwise(seen)],
         "waits_of_backward": [after - before for before, after in itertools.pairwise(waits)],
         "on_device": seen[-1].device_nbytes,
-        "planned": planned(plain, case, engine_of_model(ours)) if case["stage"] == 3 else None,
-        "there": sorted(unit.name for unit in engine_of_model(ours).units if lives_on_device(unit)),
         **exchanged(),
+        **there(plain, case, engine_of_model(ours)),
         "records": sum(unit.record.nbytes("device") for unit in engine_of_model(ours).units),
         "whole": sum(
             unit.record.field_nbytes(name)
