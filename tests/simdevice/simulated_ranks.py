@@ -152,10 +152,11 @@ def planned(plain, case, engine):
     }
 
 
-def there(plain, case, engine):
-    """Return the units that live on the device; and which ones a plan says, in stage 3."""
+def in_the_end(plain, case, engine):
+    """Return what was exchanged, the units that live on the device, and which ones a plan says, in stage 3."""
     names = sorted(unit.name for unit in engine.units if lives_on_device(unit))
-    return {"there": names, "planned": planned(plain, case, engine) if case["stage"] == 3 else None}
+    said = planned(plain, case, engine) if case["stage"] == 3 else None
+    return {**exchanged(), "there": names, "planned": said}
 
 
 def run(name: str, simulator: Simulator) -> dict[str, object]:
@@ -220,8 +221,7 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         "downloaded": [one.since(other).downloaded_nbytes for other, one in itertools.pairwise(seen)],
         "waits_of_backward": [after - before for before, after in itertools.pairwise(waits)],
         "on_device": seen[-1].device_nbytes,
-        **exchanged(),
-        **there(plain, case, engine_of_model(ours)),
+        **in_the_end(plain, case, engine_of_model(ours)),
         "records": sum(unit.record.nbytes("device") for unit in engine_of_model(ours).units),
         "whole": sum(
             unit.record.field_nbytes(name)
