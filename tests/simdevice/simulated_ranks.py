@@ -153,7 +153,7 @@ def planned(plain, case, engine):
 
 
 def in_the_end(plain, case, engine):
-    """Return what was exchanged, the units that live on the device, and which ones a plan says, in stage 3."""
+    """Return what was exchanged, the units that live on the device, and those of a plan, in stage 3."""
     names = sorted(unit.name for unit in engine.units if lives_on_device(unit))
     said = planned(plain, case, engine) if case["stage"] == 3 else None
     return {**exchanged(), "there": names, "planned": said}
