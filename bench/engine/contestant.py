@@ -12,8 +12,8 @@ that moment. Bytes: /proc/self/io, which counts all threads of the process, and 
 beside it.
 Seconds: the wall clock of forward, backward and step.
 Ranks: where the environment names several (RANK, WORLD_SIZE, as torchrun sets them), each joins the group
-over gloo, and trains on tokens of its own. Bytes sent: what the kernel counts as acknowledged on the TCP
-connections of the process, which are gloo's. Collectives: c10d's operations in one more step, by torch's
+over gloo, and trains on tokens of its own. Bytes sent: what the kernel has sent on the TCP connections
+of the process, which are gloo's. Collectives: c10d's operations in one more step, by torch's
 profiler.
 """
 
@@ -180,8 +180,8 @@ def between(before: TrafficCounters, after: TrafficCounters) -> TrafficCounters:
 
 # Several ranks
 
-TCP_INFO_BYTES_ACKED = 120
-"""Where struct tcp_info of Linux (since 4.1) has its 64-bit count."""
+TCP_INFO_BYTES_SENT = 200
+"""Where struct tcp_info of Linux (since 4.19) has two 64-bit counts: bytes sent, and those sent again."""
 
 
 def ranks() -> int:
@@ -206,8 +206,9 @@ def sent_nbytes() -> int:
             if not str(entry.readlink()).startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(entry.name))) as one:
-                info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES_ACKED + 8)
-            total += struct.unpack_from("Q", info, TCP_INFO_BYTES_ACKED)[0]
+                info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES_SENT + 16)
+            sent, again = struct.unpack_from("QQ", info, TCP_INFO_BYTES_SENT)
+            total += sent - again
     return total
 
 

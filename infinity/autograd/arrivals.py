@@ -182,7 +182,7 @@ class Arrivals:
         if not isinstance(grad, OffloadedGradient):
             _check_dense(grad, unit, index)
             if updater is not None and updater.applied(parameter):
-                raise self._second_backward(unit)
+                raise UnsupportedError(applied_message(unit, "a second backward before step()"))
             if unit.distributed or is_distributed(grad):
                 grad = part_of(unit.parameters[index], grad, f"{unit.name}: a gradient")
             grad = plain(grad)
@@ -274,13 +274,6 @@ class Arrivals:
         """
         self._meeting = meeting
         meeting.reduce_by(self._reduce_chosen)
-
-    def _second_backward(self, unit: Unit) -> UnsupportedError:
-        """Return the error for a backward that comes too late, of which other ranks are told: they wait."""
-        why = applied_message(unit, "a second backward before step()")
-        if self._ranks is not None:
-            self._ranks.post_failure(f"UnsupportedError: {why}", ends=False)
-        return UnsupportedError(why)
 
     def know_divided(self, units: Sequence[Unit], ranks: Ranks) -> None:
         """Take `units` as experts that `ranks` divide among them: see [Note: gradients of experts on other

@@ -165,6 +165,13 @@ def in_memory(case):
     return plain, train(plain, ReferenceAdamW(trained, **SETTINGS), "cpu", case)
 
 
+def in_the_end(plain, case, engine):
+    """Return what was exchanged, the units that live on the device, and those of a plan, in stage 3."""
+    names = sorted(unit.name for unit in engine.units if lives_on_device(unit))
+    said = planned(plain, case, engine) if case["stage"] == 3 else None
+    return {**exchanged(), "there": names, "planned": said}
+
+
 def run(name: str, simulator: Simulator) -> dict[str, object]:
     """Train as one of the ranks, and beside plain data parallelism in memory."""
     dist.init_process_group("gloo")
@@ -219,9 +226,7 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         "downloaded": [one.since(other).downloaded_nbytes for other, one in itertools.pairwise(seen)],
         "waits_of_backward": [after - before for before, after in itertools.pairwise(waits)],
         "on_device": seen[-1].device_nbytes,
-        "planned": planned(plain, case, engine_of_model(ours)) if case["stage"] == 3 else None,
-        "there": sorted(unit.name for unit in engine_of_model(ours).units if lives_on_device(unit)),
-        **exchanged(),
+        **in_the_end(plain, case, engine_of_model(ours)),
         "records": sum(unit.record.nbytes("device") for unit in engine_of_model(ours).units),
         "whole": sum(
             unit.record.field_nbytes(name)
