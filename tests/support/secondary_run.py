@@ -132,7 +132,7 @@ def no_room():
     """Return the error of a host_memory without room for second parts, without NVMe, and what comes of what
     it names as enough.
     """
-    nbytes, shown = dist.get_world_size() * 3 << 17, []
+    nbytes, shown = dist.get_world_size() << 18, []
     while not shown:
         nbytes += nbytes // 8
         try:
