@@ -98,16 +98,17 @@ SIZES = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
     "num_attention_heads": 8,
-    "vocab_size": 16000,
+    "num_hidden_layers": 4,
+    "vocab_size": 32000,
 }
-"""About 110 million parameters with six layers: 0.4 GB of fp32 weights, 1.3 GB with moments."""
+"""About 117 million parameters: 0.5 GB of fp32 weights, 1.4 GB with moments."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("ranks", "layers", "saved_nbytes"), [(1, 6, 1_250_000_000), (2, 5, 1_100_000_000)])
-def test_memory_is_flat_in_the_size_of_the_model(folder, tmp_path, ranks, layers, saved_nbytes):
-    """A checkpoint is nearly three times as large as the limit. The first step is launched as the command
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_memory_is_flat_in_the_size_of_the_model(folder, tmp_path, ranks):
+    """A checkpoint is more than twice as large as the limit. The first step is launched as the command
     does it, the others are forked.
     """
     as_the_command_does = [checkpoints.launched]
@@ -121,12 +122,11 @@ def test_memory_is_flat_in_the_size_of_the_model(folder, tmp_path, ranks, layers
             ended = python_of_ranks(size, *arguments, folder=tmp_path)
         return max(abs(one.returncode) for one in ended), "".join(one.stderr for one in ended)
 
-    sizes = {**SIZES, "num_hidden_layers": layers}
-    rows = list(checkpoints.measured(folder, sizes, ranks, 64 << 20, launch))
+    rows = list(checkpoints.measured(folder, SIZES, ranks, 64 << 20, launch))
     assert [row.rank for row in rows if row.what == "save"] == list(range(ranks))
     assert {(row.what, row.dtype) for row in rows} == set(checkpoints.STEPS)
     assert [row for row in rows if row.peak_nbytes > row.limit_nbytes] == []
-    assert all(row.limit_nbytes < 450_000_000 for row in rows)
-    assert sum(path.stat().st_size for path in Path(folder / "saved").iterdir()) > saved_nbytes
+    assert all(row.limit_nbytes < 650_000_000 for row in rows)
+    assert sum(path.stat().st_size for path in Path(folder / "saved").iterdir()) > 1_300_000_000
     for row in rows:  # by all ranks together: what one has read the others find in memory
         assert row.read_part is None or 0.9 < row.read_part < 1.2, row
