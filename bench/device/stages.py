@@ -108,7 +108,9 @@ def run_stage(stage: GpuStage, left_s: float, out: Path) -> Outcome:
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=subprocess.STDOUT,
-            env=os.environ | dict(stage.variables),
+            env=os.environ
+            | {"PYTHONUNBUFFERED": "1"}
+            | dict(stage.variables),  # what ends keeps what it said
             start_new_session=True,
         )
         try:
