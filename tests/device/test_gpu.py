@@ -23,6 +23,7 @@ from infinity.engine.engine import engine_of_model
 from infinity.errors import ConfigError
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.storage.memory import Arena, view
+from on_cuda import repeatable_kernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,13 +46,8 @@ DEVICE = "64MiB"  # a recomputed block of 6.8 MiB with its gradients, and what w
 def repeatable(monkeypatch, request):
     """With the smaller budget, what `empty` returns is filled as well, by a kernel that no training has."""
     fills = getattr(request.node, "callspec", None) and request.node.callspec.params.get("memory") == "128KiB"
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", bool(fills))
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(mode=True)
-    yield
-    torch.use_deterministic_algorithms(mode=False)
-    gc.collect()
-    torch.cuda.empty_cache()
+    with repeatable_kernels(monkeypatch, fills=bool(fills)):
+        yield
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 Trusted: plain torch's forward and backward on the same GPU, the reference recipe on the CPU.
 """
 
-import gc
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -15,6 +14,7 @@ import transformers
 import models
 import simulated_cases
 from infinity.reference import ReferenceAdamW, prepare
+from on_cuda import repeatable_kernels
 from simulated_cases import SETTINGS
 
 pytestmark = [
@@ -26,13 +26,8 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def repeatable(monkeypatch):
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(mode=True)
-    yield
-    torch.use_deterministic_algorithms(mode=False)
-    gc.collect()
-    torch.cuda.empty_cache()
+    with repeatable_kernels(monkeypatch):
+        yield
 
 
 def steps(case, model, take, update):

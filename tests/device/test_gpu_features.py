@@ -19,6 +19,7 @@ import simulated_cases
 from infinity import AdamW, Init, stats
 from infinity.device import direct
 from infinity.engine.engine import engine_of_model
+from on_cuda import repeatable_kernels
 from trainers import ADAM, ROWS
 
 pytestmark = [
@@ -33,13 +34,8 @@ WIDE = {**models.SIZES, "hidden_size": 512, "intermediate_size": 1408, "num_hidd
 
 @pytest.fixture(autouse=True)
 def repeatable(monkeypatch):
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(mode=True)
-    yield
-    torch.use_deterministic_algorithms(mode=False)
-    gc.collect()
-    torch.cuda.empty_cache()
+    with repeatable_kernels(monkeypatch):
+        yield
 
 
 class Training:

@@ -12,7 +12,7 @@ from infinity.engine.engine import engine_of_model
 from infinity.gradients import early
 from infinity.planning.split import HalfStep, UpdateSplit
 from infinity.reference import ReferenceAdamW
-from parity import build_both, differences, engine_in
+from parity import assert_same_moments, build_both, differences, engine_in
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
@@ -49,11 +49,7 @@ class Both:
             optimizer.zero_grad()
 
     def check(self):
-        assert differences(self.plain.state_dict(), self.model.state_dict()) == []
-        for ours, theirs in zip(self.model.parameters(), self.plain.parameters(), strict=True):
-            state, expected = self.optimizer.state[ours], self.reference.state[theirs]
-            assert torch.equal(state["exp_avg"], expected["exp_avg"])
-            assert torch.equal(state["exp_avg_sq"], expected["exp_avg_sq"])
+        assert_same_moments(self.model, self.optimizer, self.plain, self.reference)
 
 
 @pytest.fixture

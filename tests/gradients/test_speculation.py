@@ -20,7 +20,7 @@ from infinity.gradients.speculation import why_never
 from infinity.lane.lane import StreamLane
 from infinity.planning.split import HalfStep, UpdateSplit
 from infinity.reference import ReferenceAdamW, clip_grad_norm_, prepare
-from parity import build_both, differences, engine_in
+from parity import assert_same_moments, build_both, differences, engine_in
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
@@ -63,11 +63,7 @@ class Both:
         return self.speculation.confirmed, self.speculation.dropped
 
     def check(self):
-        assert differences(self.plain.state_dict(), self.model.state_dict()) == []
-        for ours, theirs in zip(self.model.parameters(), self.plain.parameters(), strict=True):
-            state, expected = self.optimizer.state[ours], self.reference.state[theirs]
-            assert torch.equal(state["exp_avg"], expected["exp_avg"])
-            assert torch.equal(state["exp_avg_sq"], expected["exp_avg_sq"])
+        assert_same_moments(self.model, self.optimizer, self.plain, self.reference)
 
 
 @pytest.fixture

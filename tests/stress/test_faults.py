@@ -21,18 +21,24 @@ from places import SEED, disk
 pytestmark = [pytest.mark.disk, pytest.mark.multi, pytest.mark.timeout(300)]
 
 
-@pytest.mark.usefixtures("repeatable")
-def test_a_sample_of_every_kind_of_fault_kill_and_power_cut(folder, capsys):
-    every = examples(400, 100)
-    few = {"kills": 2, "ranks": 1, "cuts": 2, "each": 0, "every": every, "seed": SEED, "place": folder}
+def swept(capsys, options):
+    """Run the sweep with these options; return what it printed."""
     try:
-        ended = faults.main([word for name, value in few.items() for word in (f"--{name}", str(value))])
+        ended = faults.main([word for name, value in options.items() for word in (f"--{name}", str(value))])
     finally:
         gc.unfreeze()
         gc.collect()
         gc.freeze()
     said = capsys.readouterr().out
     assert ended == 0, said
+    return said
+
+
+@pytest.mark.usefixtures("repeatable")
+def test_a_sample_of_every_kind_of_fault_kill_and_power_cut(folder, capsys):
+    every = examples(400, 100)
+    few = {"kills": 2, "ranks": 1, "cuts": 2, "each": 0, "every": every, "seed": SEED, "place": folder}
+    said = swept(capsys, few)
     for kind in (*faults.KINDS, "kill -9, up to three times", "kill -9 of one rank or two", "power cut"):
         assert kind in said
 
@@ -41,14 +47,7 @@ def test_a_sample_of_every_kind_of_fault_kill_and_power_cut(folder, capsys):
 @pytest.mark.usefixtures("repeatable")
 def test_a_kill_and_a_power_cut_of_every_other_kind_of_training(folder, capsys):
     few = {"kills": 0, "ranks": 0, "cuts": 0, "each": 1, "every": 10**6, "seed": SEED, "place": folder}
-    try:
-        ended = faults.main([word for name, value in few.items() for word in (f"--{name}", str(value))])
-    finally:
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
-    said = capsys.readouterr().out
-    assert ended == 0, said
+    said = swept(capsys, few)
     kinds = "slices", "speculation", "speculation by turns", "generation", "three tiers"
     for kind in (*kinds, "ranks that share memory"):
         assert f"kill -9: {kind}" in said

@@ -167,3 +167,12 @@ class Wrap(nn.Module):
 
     def forward(self, *inputs):
         return self._forward(self, *inputs)
+
+
+def assert_same_moments(model, optimizer, plain, reference):
+    """Compare weights with the reference's, and moments as an optimizer's state shows them."""
+    assert differences(plain.state_dict(), model.state_dict()) == []
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        state, expected = optimizer.state[ours], reference.state[theirs]
+        assert torch.equal(state["exp_avg"], expected["exp_avg"])
+        assert torch.equal(state["exp_avg_sq"], expected["exp_avg_sq"])
