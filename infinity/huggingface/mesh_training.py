@@ -8,8 +8,7 @@ those of a training with one rank in the place of each row. What an evaluation g
 from one of each row. Weights of a checkpoint are loaded from the files of infinity.save, by all ranks, and
 not from the whole tensors that the Trainer reads.
 
-Accelerate's own way, ParallelismConfig(tp_size=...), puts other tensors into the parameters (param.data),
-which are on NVMe here, and is refused by it on CPUs; from_pretrained(distributed_config=...) asks for it.
+What ParallelismConfig(tp_size=...) asks of Accelerate is done here in its place: see parallelism.py.
 """
 
 from __future__ import annotations
@@ -24,29 +23,18 @@ from infinity.checkpoint import generators
 from infinity.checkpoint.save_load import load
 from infinity.engine.engine import Engine, engine_of, engine_of_model
 from infinity.errors import UnsupportedError
+from infinity.huggingface.parallelism import check_sizes, take_marks_off
 from infinity.huggingface.running_trainer import made_trainer, running_trainer
 from infinity.huggingface.shared_batches import share_batches
 from infinity.huggingface.trainer_setup import FOLDER
-
-_CURE = (
-    "Build, or load, the model inside infinity.Init(mesh=mesh, data=...), and divide it by "
-    'infinity.huggingface.tensor_parallel(model, mesh["tp"]): the Trainer needs no setting for it'
-)
 
 
 def train_on_mesh(model: nn.Module, args: Any) -> None:
     """Let the Trainer that is being made train `model`, where its weights are divided over a mesh.
 
-    Raises: UnsupportedError for Accelerate's own way of it, and for settings that do not go with a mesh.
+    Raises: UnsupportedError for settings that do not go with a mesh, and for parameters outside of it.
     """
     trainer: Any = made_trainer()
-    for asked in (args, getattr(trainer, "accelerator", None)):
-        size = getattr(getattr(asked, "parallelism_config", None), "tp_size", None) or 1
-        if size > 1:
-            raise UnsupportedError(
-                f"ParallelismConfig(tp_size={size}), which from_pretrained(distributed_config=...) asks for: "
-                f"Accelerate puts tensors of its own into the parameters. {_CURE}"
-            )
     if not _is_divided(model):
         return
     _check_arguments(args)
@@ -107,7 +95,8 @@ def _check_arguments(args: Any) -> None:
 def check_on_mesh(model: nn.Module) -> None:
     """See that a training that begins is of a Trainer that was made for a mesh, where the model is on one.
 
-    Raises: UnsupportedError where the Trainer did not have its callback when it was made.
+    Raises: UnsupportedError where the Trainer did not have its callback when it was made, or where the model
+    that it trains is not what its ParallelismConfig says.
     """
     trainer = running_trainer()
     if trainer is None or not _is_divided(model):
@@ -118,6 +107,8 @@ def check_on_mesh(model: nn.Module) -> None:
             "ranks have parts of the same weights, but the Trainer gives each of them other batches: give it "
             "the callback when it is made, Trainer(..., callbacks=[infinity.huggingface.TrainerCallback()])"
         )
+    take_marks_off(model)  # which model_init may have built anew
+    check_sizes(model, getattr(trainer.args, "parallelism_config", None))
 
 
 def _is_divided(model: nn.Module) -> bool:

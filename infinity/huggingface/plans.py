@@ -61,11 +61,11 @@ def tensor_parallel(model: nn.Module, mesh: Any) -> nn.Module:
         _divide(model, name, modules.get(name), style, mesh)
     for places in tied:
         _tie(places)
-    _hold_own_heads(model, mesh.size())
+    hold_own_heads(model, mesh.size())
     return model
 
 
-def _hold_own_heads(model: Any, size: int) -> None:
+def hold_own_heads(model: Any, size: int) -> None:
     """Have static caches that are made ahead, as for a prompt in chunks, hold the heads of this rank alone.
 
     transformers asks `_tp_size`, which it sets where it has divided a model itself. It cannot stay set: to a

@@ -8,7 +8,7 @@ callers.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 import transformers
@@ -24,20 +24,29 @@ def other_losses(args: transformers.TrainingArguments, trainer: object) -> Itera
 
 def running_trainer() -> transformers.Trainer | None:
     """Return the Trainer whose `train` is among the callers of this function, the innermost; else None."""
-    return _calling("train")
+    return _of(_calling("train"))
 
 
 def made_trainer() -> transformers.Trainer | None:
     """Return the Trainer whose `__init__` is among the callers of this function, the innermost; else None."""
-    return _calling("__init__")
+    return _of(_calling("__init__"))
 
 
-def _calling(name: str) -> transformers.Trainer | None:
+def given_callbacks() -> Sequence[object]:
+    """Return the callbacks, or classes of them, that the Trainer is given which is being made; else none."""
+    frame = _calling("__init__")
+    return () if frame is None else tuple(frame.f_locals.get("callbacks") or ())
+
+
+def _of(frame: FrameType | None) -> transformers.Trainer | None:
+    found: transformers.Trainer | None = None if frame is None else frame.f_locals["self"]
+    return found
+
+
+def _calling(name: str) -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == name:
-            found = frame.f_locals.get("self")
-            if isinstance(found, transformers.Trainer):
-                return found
+        if frame.f_code.co_name == name and isinstance(frame.f_locals.get("self"), transformers.Trainer):
+            return frame
         frame = frame.f_back
     return None

@@ -27,6 +27,7 @@ from infinity.errors import UnsupportedError
 from infinity.huggingface import durable_training
 from infinity.huggingface.accumulation import HeldBatches, accelerate_steps, release
 from infinity.huggingface.mesh_training import check_on_mesh, train_on_mesh
+from infinity.huggingface.parallelism import admit, take_over
 from infinity.huggingface.running_trainer import other_losses, running_trainer
 from infinity.huggingface.split_sequences import check_split, split_sequences
 from infinity.huggingface.trainer_setup import FOLDER, check_output, save_streamed, saving, settle_in
@@ -57,6 +58,9 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
     SFTTrainer does (an UnsupportedError), or weights the losses of micro-batches one by one. After an error
     in `train` the next forward outside of it finds the model as it was.
 
+    Ranks that have parts of the same layers train as one; ParallelismConfig(tp_size=...) may say so, and is
+    compared with the model's mesh.
+
     A durable run (Config(durable=...)) begins, or goes on, with train_durably. AdamW(update="backward"), and
     AdamW(max_norm=...), which then clips, need TrainingArguments(max_grad_norm=0).
 
@@ -70,6 +74,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
 
     def __init__(self, *, by_block: bool = False) -> None:
         """Start without a checkpoint."""
+        admit(TrainerCallback)
         self.by_block = by_block
         self._together: HeldBatches | None = None
         self.folder: str | None = None
@@ -111,6 +116,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
         ):
             if wanted:
                 raise UnsupportedError(f"TrainingArguments({name}={getattr(args, name)!r}): {cure}")
+        take_over(kwargs["model"], args)
         settle_in(kwargs["model"], args)
         train_on_mesh(kwargs["model"], args)
         split_sequences(kwargs["model"], args)

@@ -19,7 +19,7 @@ def test_a_static_cache_for_a_prompt_in_chunks_holds_the_heads_of_one_rank():
         vocab_size=16,
     )
     model = transformers.LlamaForCausalLM(config)
-    plans._hold_own_heads(model, 2)
+    plans.hold_own_heads(model, 2)
     cache = model._prepare_static_cache("static", 3, 16, 5, {})
     assert [tuple(layer.keys.shape) for layer in cache.layers] == [(3, 2, 16, 4)] * 2
     assert model.tp_size is None, "a Trainer takes it for a mesh of its own"

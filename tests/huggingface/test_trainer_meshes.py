@@ -1,25 +1,23 @@
 """Hugging Face's Trainer over a mesh, whose ranks have parts of the same weights: real processes over gloo.
 
 Trusted: the same parallel model in memory, given the same batches; what the ranks do is in
-mesh_trainer_run.py. Nothing is faked but, in the first test, what Accelerate is asked for.
+mesh_trainer_run.py. Nothing is faked.
 """
 
 import functools
 import json
-from types import SimpleNamespace
 
-import accelerate
 import pytest
 
-import models
-from infinity.errors import UnsupportedError
-from infinity.huggingface.mesh_training import train_on_mesh
 from launches import forked
 from places import SUPPORT
 
 LAUNCHES = {"tp 2": (2, 1), "dp 2 x tp 2": (4, 2)}
 """Ranks, and how many of them have different data."""
-CASES = ["fp32", "bf16", "resumed", "refused"]
+CASES = ["fp32", "bf16", "by its keyword", "resumed", "refused"]
+DIVIDED = "loaded divided"
+"""By transformers, which divides among all ranks: where all have the same data."""
+BEGUN = [*((one, "by its keyword") for one in LAUNCHES), ("tp 2", DIVIDED)]
 
 slow = pytest.mark.slow
 
@@ -32,7 +30,8 @@ def answers(tmp_path_factory):
     def all_of(launch):
         ranks, data = LAUNCHES[launch]
         folder = tmp_path_factory.mktemp("mesh")
-        forked(ranks, SUPPORT / "mesh_trainer_run.py", folder, data, *CASES)
+        cases = CASES if data > 1 else [*CASES, DIVIDED]
+        forked(ranks, SUPPORT / "mesh_trainer_run.py", folder, data, *cases)
         return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
 
     def answer(launch, case):
@@ -41,12 +40,6 @@ def answers(tmp_path_factory):
         return given
 
     return answer
-
-
-def test_accelerates_own_tensor_parallelism_is_refused_with_what_to_build_instead():
-    asked = SimpleNamespace(parallelism_config=accelerate.ParallelismConfig(tp_size=2))
-    with pytest.raises(UnsupportedError, match=r"Config\(tp_size=2\).*huggingface.tensor_parallel"):
-        train_on_mesh(models.MODELS["llama"](), asked)
 
 
 @slow
@@ -63,6 +56,34 @@ def test_the_trainer_trains_bit_for_bit_as_the_parallel_model_in_memory(answers,
         assert logged == pytest.approx(expected, rel=1e-3)
         assert one["norms"] == given[0]["norms"]
         assert one["nvme"] > 0
+
+
+@slow
+@pytest.mark.multi
+@pytest.mark.disk
+@pytest.mark.parametrize(("launch", "case"), BEGUN)
+def test_a_tp_size_and_a_model_that_transformers_has_divided_train_to_the_same_bits(answers, launch, case):
+    for one in answers(launch, case):
+        assert one["different"] == []
+        assert one["same in a row"]
+        assert one["batches"] == 4 * 2 * LAUNCHES[launch][1]
+        rows, measured, expected = one["rows"]
+        assert (rows, measured) == (6, pytest.approx(expected, rel=1e-5))
+        assert one["left to accelerate"] == [2, True, True]
+
+
+@slow
+@pytest.mark.multi
+@pytest.mark.disk
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_a_parallelism_config_that_is_not_the_meshs_is_refused_on_all_ranks(answers, launch):
+    for one in answers(launch, "refused"):
+        assert "no layer of LlamaForCausalLM is divided" in one["undivided"]
+        if LAUNCHES[launch][1] > 1:
+            assert one["tp_size"].startswith("UnsupportedError: ParallelismConfig(tp_size=4), but 2 ranks")
+            assert one["data"].endswith(
+                "Set dp_shard_size=2, or give no ParallelismConfig: the Trainer needs none"
+            )
 
 
 @slow

@@ -11,6 +11,7 @@ import functools
 import sys
 from functools import partial
 
+import accelerate
 import torch
 import torch.distributed as dist
 import transformers
@@ -19,7 +20,7 @@ import infinity
 from answers import answer_all
 from infinity.tensors import digest
 from mesh_edits import error_of
-from mesh_kinds import VOCABULARY, by_plan
+from mesh_kinds import VOCABULARY, by_plan, from_transformers, of_kind
 from mesh_run import COMPUTES, TIGHT, ParallelReference, Place, local
 
 ADAM = {"lr": 0.01, "betas": (0.9, 0.95)}
@@ -55,10 +56,15 @@ def rows_of(number, count):
 ROWS, HELD = rows_of(0, 24), rows_of(1, 6)
 
 
-def offloaded(place, dtype="fp32", kind="Llama"):
+def offloaded(place, dtype="fp32", made=by_plan):
     settings = {"nvme": place.folder, "host_memory": TIGHT, "dtype": dtype, "timeout_s": 60}
     with infinity.Init(mesh=place.mesh, data="dp", **settings):
-        return by_plan(place, kind)
+        return made(place, "Llama")
+
+
+def sizes_of(place):
+    """Return what Accelerate is to be told of the mesh."""
+    return accelerate.ParallelismConfig(tp_size=place.tensor.size(), dp_shard_size=place.data.size())
 
 
 def trainer_of(model, place, name, *, callbacks=None, **options):
@@ -141,11 +147,12 @@ def logged(trainer, name):
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-def trained(place, dtype):
+def trained(place, dtype, made=by_plan, **options):
     """Train, evaluate; return what differs from the parallel model in memory, and what ranks were given."""
-    model = offloaded(place, dtype)
+    model = offloaded(place, dtype, made)
     seen = watched(model)
-    trainer = trainer_of(model, place, "trained", eval_strategy="steps", eval_steps=2)
+    trainer = trainer_of(model, place, "trained", eval_strategy="steps", eval_steps=2, **options)
+    accelerator = trainer.accelerator
     trainer.train()
     *expected, losses = replayed(place, seen, dtype)
     model.eval()
@@ -169,12 +176,17 @@ def trained(place, dtype):
         "eval loss": [evaluated["eval_loss"], float(loss)],
         "batches": len({one for of_rank in given for one in of_rank}),
         "nvme": infinity.stats(model).nvme_written_nbytes,
+        "left to accelerate": [
+            trainer.get_tp_size(),
+            accelerator.parallelism_config is None,
+            accelerator.torch_device_mesh is None,
+        ],
     }
 
 
 def resumed(place):
     """Go on from a checkpoint in the middle; load the best at the end; return what differs."""
-    options = {"save_strategy": "steps", "save_steps": 2}
+    options = {"save_strategy": "steps", "save_steps": 2, "parallelism_config": sizes_of(place)}
     whole = trainer_of(offloaded(place, "bf16"), place, "whole", **options)
     whole.train()
     again = trainer_of(offloaded(place, "bf16"), place, "whole", **options)
@@ -203,6 +215,12 @@ def resumed(place):
     }
 
 
+def loaded_divided(place):
+    """Train a model that transformers has divided while it was loaded; return what differs."""
+    from_transformers(place, "Llama")  # outside of Init, where a rank writes the files
+    return trained(place, "fp32", from_transformers, save_strategy="steps", save_steps=2)
+
+
 def refused(place):
     """Return the errors of what does not go with a mesh."""
     model = offloaded(place)
@@ -211,6 +229,10 @@ def refused(place):
     late.add_callback(infinity.huggingface.TrainerCallback())
     ordinary = offloaded(place)
     ordinary.register_parameter("own", torch.nn.Parameter(torch.zeros(3)))
+    kind, config = of_kind("Llama")
+    with infinity.Init(nvme=place.folder, host_memory=TIGHT, dtype="fp32"):
+        undivided = kind(config)
+    sizes = {"tp_size": place.tensor.size(), "dp_shard_size": place.data.size()}
     both = {"save_only_model": True, "load_best_model_at_end": True}
     steps = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 2, "eval_steps": 2}
     return {
@@ -222,7 +244,14 @@ def refused(place):
         "apart": error_of(lambda: trainer_of(model, place, "apart", average_tokens_across_devices=False)),
         "counted": error_of(lambda: trainer_of(model, place, "counted", include_num_input_tokens_seen="all")),
         "other place": error_of(lambda: resumed_elsewhere(model, place)),
+        "undivided": error_of(lambda: sized(undivided, place, **sizes)),
+        "tp_size": error_of(lambda: sized(model, place, tp_size=4)),
+        "data": error_of(lambda: sized(model, place, tp_size=2)),
     }
+
+
+def sized(model, place, **sizes):
+    return trainer_of(model, place, "sized", parallelism_config=accelerate.ParallelismConfig(**sizes))
 
 
 def by_block(model, place):
@@ -237,6 +266,8 @@ def resumed_elsewhere(model, place):
 CASES = {
     "fp32": lambda place: trained(place, "fp32"),
     "bf16": lambda place: trained(place, "bf16"),
+    "by its keyword": lambda place: trained(place, "bf16", parallelism_config=sizes_of(place)),
+    "loaded divided": loaded_divided,
     "resumed": resumed,
     "refused": refused,
 }
