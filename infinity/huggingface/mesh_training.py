@@ -23,7 +23,6 @@ from infinity.checkpoint import generators
 from infinity.checkpoint.save_load import load
 from infinity.engine.engine import Engine, engine_of, engine_of_model
 from infinity.errors import UnsupportedError
-from infinity.huggingface.parallelism import check_sizes, take_marks_off
 from infinity.huggingface.running_trainer import made_trainer, running_trainer
 from infinity.huggingface.shared_batches import share_batches
 from infinity.huggingface.trainer_setup import FOLDER
@@ -95,8 +94,7 @@ def _check_arguments(args: Any) -> None:
 def check_on_mesh(model: nn.Module) -> None:
     """See that a training that begins is of a Trainer that was made for a mesh, where the model is on one.
 
-    Raises: UnsupportedError where the Trainer did not have its callback when it was made, or where the model
-    that it trains is not what its ParallelismConfig says.
+    Raises: UnsupportedError where the Trainer did not have its callback when it was made.
     """
     trainer = running_trainer()
     if trainer is None or not _is_divided(model):
@@ -107,8 +105,6 @@ def check_on_mesh(model: nn.Module) -> None:
             "ranks have parts of the same weights, but the Trainer gives each of them other batches: give it "
             "the callback when it is made, Trainer(..., callbacks=[infinity.huggingface.TrainerCallback()])"
         )
-    take_marks_off(model)  # which model_init may have built anew
-    check_sizes(model, getattr(trainer.args, "parallelism_config", None))
 
 
 def _is_divided(model: nn.Module) -> bool:

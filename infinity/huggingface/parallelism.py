@@ -91,7 +91,7 @@ def take_over(model: nn.Module, args: Any) -> None:
     """
     take_marks_off(model)
     trainer: Any = made_trainer()
-    accelerator = getattr(trainer, "accelerator", None)
+    accelerator: Any = getattr(trainer, "accelerator", None)
     # `accelerate launch` may give one by the environment, to the Accelerator alone
     for asked in (args, accelerator):
         check_sizes(model, getattr(asked, "parallelism_config", None))
