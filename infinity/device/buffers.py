@@ -38,6 +38,8 @@ class Buffers:
         self.shares = shares
         self.made = 0
         """Buffers allocated since the start; constant in the steady state."""
+        self.lent_nbytes = 0
+        """Bytes of the buffers that are lent now."""
         self._free: list[Arena] = []  # the longest idle first
         self._there: Counter[int] = Counter()  # number of buffers, free or lent, by their bytes
         self._lock = threading.RLock()  # reentrant: a tensor may be collected at any moment, here too
@@ -64,6 +66,7 @@ class Buffers:
             if not numel:
                 return torch.empty(0, dtype=dtype, device="cpu")
             arena = self._take(nbytes) or self._make(nbytes)
+            self._lend(nbytes)
             memory = (ctypes.c_char * nbytes).from_address(arena.address)
             # torch keeps `memory` until nothing shares the storage; the finalizer then returns the buffer.
             weakref.finalize(memory, _come_back, weakref.ref(self), arena).atexit = False
@@ -85,6 +88,11 @@ class Buffers:
                     return arena
         return None
 
+    def _lend(self, nbytes: int) -> None:
+        """Count bytes that are lent from now on; fewer if negative."""
+        with self._lock:
+            self.lent_nbytes += nbytes
+
     def _make(self, nbytes: int) -> Arena:
         self.made += 1
         self.trim(self.spare_nbytes)
@@ -94,9 +102,13 @@ class Buffers:
         self.was_made(arena)
         return arena
 
-    def _give_back(self, arena: Arena) -> None:
+    def _come_back(self, arena: Arena) -> None:
         if os.getpid() != self._pid:  # a forked child has not inherited the memory
             return
+        self._lend(-arena.nbytes)
+        self._give_back(arena)
+
+    def _give_back(self, arena: Arena) -> None:
         with self._lock:
             self._free.append(arena)
         self.trim(self.spare_nbytes)
@@ -121,4 +133,4 @@ def _come_back(lender: weakref.ref[Buffers], arena: Arena) -> None:
     """Return a buffer to its lender; if that is gone, the buffer is freed."""
     buffers = lender()
     if buffers is not None:
-        buffers._give_back(arena)  # noqa: SLF001
+        buffers._come_back(arena)  # noqa: SLF001

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import torch
 
-from infinity.device.blocks import Blocks, DeviceBlocks, HostBlocks
+from infinity.device.blocks import BlocksOfAll, DeviceBlocks, HostBlocks
 from infinity.device.device import Device, Download
 from infinity.errors import UnsupportedError
 from infinity.lane.direct import fetch_of
@@ -65,7 +65,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         """What stays by the plan of the other course."""
         self._device = device
         self._timeline = timeline
-        self.blocks: Blocks = DeviceBlocks(device)
+        self.blocks: BlocksOfAll = DeviceBlocks(device)
         if device.is_host:
             self.blocks = HostBlocks(self._ahead, self._ahead_of_divided)
         self._windows_nbytes: dict[Course, int] = {}
@@ -532,6 +532,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
             self._evict_waiting(only_pending=True)
             return False
         self.counts.count_step()
+        self.blocks.period_ended()
         self.frequencies.close_step()
         self._set_apart.clear()
         self._routed_uses = 0
@@ -576,6 +577,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
             in_order = (Use(Phase.FORWARD, one.index) for one in self._layers.others)
             self._plan(course, planned or tuple(in_order), sizes)
         self.counts.count_round()
+        self.blocks.period_ended()
         cursor.restart()
         if cursor.plan is None:
             raise AssertionError("expected a plan of the round that begins, got none")

@@ -229,3 +229,18 @@ def test_a_frozen_layer_multiplies_the_last_tokens_of_a_batch_without_a_copy_of_
         expected = nn.functional.linear(tokens[:, -1, :], model.state_dict()["weight"]).unsqueeze(1)
     assert torch.equal(out, expected)
     assert "aten::bmm" not in {event.name for event in seen.events()}
+
+
+@pytest.mark.disk
+def test_rounds_that_repeat_read_into_memory_that_is_there(folder):
+    def build():
+        torch.manual_seed(3)
+        sizes = [(256, 256), (256, 704), (704, 256), (256, 256)] * 4
+        return nn.Sequential(*[nn.Linear(one, other) for one, other in sizes], nn.Linear(256, 2048))
+
+    model = offloaded(folder, "7MiB", build)
+    assert min(read_by_round(model)[0]) > 0
+    blocks = engine_of_model(model).residency.blocks.buffers
+    made = blocks.made
+    read_by_round(model)
+    assert blocks.made == made
