@@ -126,7 +126,7 @@ def python(*arguments, **options):
 
 def python_of_ranks(ranks, *arguments, **options):
     """Do what `torchrun ARGUMENTS` does on so many ranks, as Programs; return each rank's end."""
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
     of_all = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, **group}
     options = {"limit_s": 280.0, **of_all, **options}
     team = [Program(*arguments, **options, RANK=rank, LOCAL_RANK=rank) for rank in range(ranks)]

@@ -400,7 +400,7 @@ CASES = {
 
 LAST = {"different ways", "leaving", "leaving behind", "killed", "alone", "failing", "gathered differently"}
 """After these the ranks cannot go on together: each has processes of its own, forked from the others."""
-AT_ONCE = set()
+AT_ONCE = {"alone", "killed"}
 """Those of them that wait more than they compute, and for which others may take the cores."""
 
 
