@@ -1,8 +1,8 @@
 """The programs of examples/ run as a user starts them. Nothing is faked.
 
-By default those that import nothing but what tests import are forked from this process, where torch and
-transformers are imported already. With --all one of them is also started by an interpreter of its own, one by
-torchrun, and those that import more by interpreters.
+Those that import nothing but what tests import are forked from this process, where torch and transformers are
+imported already, one of them with --all by an interpreter of its own as well; so are all others. What torchrun
+starts, other tests have.
 """
 
 import functools
@@ -15,19 +15,13 @@ import tempfile
 
 import pytest
 
-from launches import environment, python, python_of_ranks, torchrun
+from launches import environment, python, python_of_ranks
 from places import ROOT, disk
 
 pytestmark = pytest.mark.disk
 
 EXAMPLES = ROOT / "examples"
 RUN_BELOW = {path.name for path in EXAMPLES.iterdir()} - {"__pycache__", "deepspeed.json"}
-
-
-@pytest.fixture(params=["forked", pytest.param("started", marks=pytest.mark.slow)])
-def way(request):
-    """How a program begins."""
-    return request.param
 
 
 def run(name, *arguments, code=0, way="started"):
@@ -53,6 +47,7 @@ def losses(text):
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", text)}
 
 
+@pytest.mark.parametrize("way", ["forked", pytest.param("started", marks=pytest.mark.slow)])
 def test_the_plain_loop_learns_and_saves(folder, way):
     text = run("plain_loop.py", "--nvme", folder, "--out", folder / "out", way=way)
     assert losses(text)[20] < losses(text)[10]
@@ -82,9 +77,9 @@ def test_the_durable_run_goes_on_with_the_same_bits_where_it_was_killed(folder):
 
 
 @pytest.mark.multi
-def test_two_ranks_train_each_on_its_part_and_save_together(folder, way, tmp_path):
+def test_two_ranks_train_each_on_its_part_and_save_together(folder, tmp_path):
     command = [EXAMPLES / "two_ranks.py", "--nvme", folder, "--out", folder / "out"]
-    done = python_of_ranks(2, *command, folder=tmp_path) if way == "forked" else [torchrun(2, *command)]
+    done = python_of_ranks(2, *command, folder=tmp_path)
     assert {one.returncode for one in done} == {0}, [one.stderr for one in done]
     shown = re.findall(r"rank (\d), step (\d+): loss ([\d.]+)", "".join(one.stdout for one in done))
     of_ranks = [sorted((step, loss) for one, step, loss in shown if one == rank) for rank in "01"]
