@@ -1,4 +1,4 @@
-"""The programs of examples/ run as a user starts them. Nothing is faked.
+"""The programs of examples/, with small sizes. Nothing is faked.
 
 Those that import nothing but what tests import are forked from this process, where torch and transformers are
 imported already, one of them with --all by an interpreter of its own as well; so are all others. What torchrun
