@@ -1,8 +1,8 @@
 """The programs of examples/, with small sizes. Nothing is faked.
 
 Those that import nothing but what tests import are forked from this process, where torch and transformers are
-imported already, one of them with --all by an interpreter of its own as well; so are all others. What torchrun
-starts, other tests have.
+imported already, one of them with --all by an interpreter of its own as well; so are all others. What
+torchrun starts, other tests have.
 """
 
 import functools

@@ -172,7 +172,7 @@ def in_memory(case):
 
 
 @functools.cache
-def on_the_device(frozen: bool, simulator: Simulator) -> tuple[int, list[int]]:
+def on_the_device(frozen, simulator):
     """Return what a backward takes on the device in plain PyTorch, see plain_uses."""
     torch.manual_seed(0)
     model = prepare(models.MODELS["llama"](), torch.bfloat16).train()

@@ -56,7 +56,7 @@ def trained(used):
 
 
 def pairs(first):
-    """Return for each second pair, beginning with number `first`, what it trains to, and what it should, where
+    """Return for each second pair, beginning with number `first`, what it trains to, and what it should where
     another training says that.
     """
     known, given = {}, {}
