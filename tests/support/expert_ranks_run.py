@@ -318,6 +318,7 @@ def architectures():
         expected = losses_of(name, "eager", 1)
         for how in ("eager", "grouped_mm", "batched_mm"):
             far[f"{name} {how}"] = float((losses_of(name, how, 2) - expected).abs().max())
+            gc.collect()
     return {"far": far, "tokens": min(tokens)}
 
 
@@ -460,6 +461,8 @@ def answer_of(case):
         return {**CASES[case](), "took_s": time.perf_counter() - began}
     except Exception as error:  # noqa: BLE001 - it is the answer
         return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    finally:
+        gc.collect()  # else gloo's threads of engines that nobody has take a good part of the cores
 
 
 def main(folder, cases):

@@ -410,6 +410,8 @@ def answer_of(case):
         return {**CASES[case](), "took_s": time.perf_counter() - began}
     except Exception as error:  # noqa: BLE001 - it is the answer
         return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    finally:
+        gc.collect()  # else gloo's threads of engines that nobody has take a good part of the cores
 
 
 def apart(folder, cases):

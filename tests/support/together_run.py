@@ -6,6 +6,7 @@ Rank R writes FOLDER/R.json. Some features change no bit: with one of them a tra
 one without.
 """
 
+import gc
 import itertools
 import sys
 from functools import partial
@@ -52,6 +53,8 @@ def trained(used):
     found = xxhash.xxh3_64(str(losses).encode())
     for _, value in sorted(model.state_dict().items()):
         found.update(as_bytes(value.flatten().contiguous()))
+    del model, optimizer
+    gc.collect()  # else gloo's threads of engines that nobody has take a good part of the cores
     return found.hexdigest()
 
 
