@@ -100,7 +100,7 @@ class Program:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             atexit._clear()  # what this process does at its end is not the child's to do
             if "RANK" in variables:
-                _share_device()
+                share_device()
             code = 1
             try:
                 _run(*self.arguments)
@@ -128,7 +128,7 @@ def python(*arguments, **options):
 
 def python_of_ranks(ranks, *arguments, **options):
     """Do what `torchrun ARGUMENTS` does on so many ranks, as Programs; return each rank's end."""
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     of_all = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, **group}
     options = {"limit_s": 280.0, **of_all, **options}
     team = [Program(*arguments, **options, RANK=rank, LOCAL_RANK=rank) for rank in range(ranks)]
@@ -147,7 +147,7 @@ def forked(ranks, program, folder, *arguments, **options):
     return text
 
 
-def _share_device():
+def share_device():
     """Give all of gloo's groups in this process one device: the thread of each looks a hundred times a second
     whether something has come, and those of dozens of groups take a good part of the cores.
     """
