@@ -18,7 +18,7 @@ import quantised
 from infinity import __main__ as cli
 from infinity.cli import report
 from infinity.cli.data import IGNORED, packed
-from launches import Program, python, python_of_ranks, torchrun
+from launches import Program, python, python_of_ranks
 from places import ROOT
 from words import SPECIAL, TEMPLATE, tokenizer
 
@@ -525,11 +525,7 @@ def test_two_ranks_train_adapters_on_chats_in_parquet_and_resume(folder, base, t
             "--host-memory",
             "4MiB",
         ]
-        command = ["-m", "infinity", "train", *options]
-        if (dtype, out) == ("fp16", "first"):  # as a user does it, once
-            ended = [torchrun(2, *command)]
-        else:
-            ended = python_of_ranks(2, *command, folder=tmp_path)
+        ended = python_of_ranks(2, "-m", "infinity", "train", *options, folder=tmp_path)
         assert {one.returncode for one in ended} == {0}, [one.stderr for one in ended]
         log = (nvme / out / "log.jsonl").read_text().splitlines()
         return {step["step"]: step["loss"] for step in map(json.loads, log)}

@@ -126,7 +126,7 @@ def test_a_graph_that_outlives_its_model_still_gives_gradients(folder):
 # Every path, at sizes that take it
 
 WIDTH = 384  # a weight's gradient is lent, and the weight more than a tile
-CYCLES, FIRST = 24, 16  # each ending after 0, 1 and 2 steps; the first: what torch and malloc keep for good
+CYCLES, FIRST = 24, 8  # each ending after 0, 1 and 2 steps; the first: what torch and malloc keep for good
 
 
 class Block(nn.Module):

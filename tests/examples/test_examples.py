@@ -1,8 +1,8 @@
-"""The programs of examples/ run as a user starts them. Nothing is faked.
+"""The programs of examples/, with small sizes. Nothing is faked.
 
-By default those that import nothing but what tests import are forked from this process, where torch and
-transformers are imported already; each by an interpreter, or torchrun, of its own with --all, but for the
-many ranks of a mesh, of which torchrun starts one alone.
+Those that import nothing but what tests import are forked from this process, where torch and transformers are
+imported already, one of them with --all by an interpreter of its own as well; so are all others. What
+torchrun starts, other tests have.
 """
 
 import functools
@@ -15,19 +15,13 @@ import tempfile
 
 import pytest
 
-from launches import environment, python, python_of_ranks, torchrun
+from launches import environment, python, python_of_ranks
 from places import ROOT, disk
 
 pytestmark = pytest.mark.disk
 
 EXAMPLES = ROOT / "examples"
 RUN_BELOW = {path.name for path in EXAMPLES.iterdir()} - {"__pycache__", "deepspeed.json"}
-
-
-@pytest.fixture(params=["forked", pytest.param("started", marks=pytest.mark.slow)])
-def way(request):
-    """How a program begins."""
-    return request.param
 
 
 def run(name, *arguments, code=0, way="started"):
@@ -53,6 +47,7 @@ def losses(text):
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", text)}
 
 
+@pytest.mark.parametrize("way", ["forked", pytest.param("started", marks=pytest.mark.slow)])
 def test_the_plain_loop_learns_and_saves(folder, way):
     text = run("plain_loop.py", "--nvme", folder, "--out", folder / "out", way=way)
     assert losses(text)[20] < losses(text)[10]
@@ -61,17 +56,17 @@ def test_the_plain_loop_learns_and_saves(folder, way):
     assert (folder / "out/model/model.safetensors").is_file()
 
 
-def test_the_deepspeed_script_trains_and_loads_its_checkpoint(folder, way):
-    text = run("deepspeed_script.py", "--nvme", folder, "--out", folder / "out", way=way)
+def test_the_deepspeed_script_trains_and_loads_its_checkpoint(folder):
+    text = run("deepspeed_script.py", "--nvme", folder, "--out", folder / "out", way="forked")
     assert "not supported" not in text
     assert losses(text)[10] < losses(text)[2]
     assert "loaded: {'epoch': 1}" in text
 
 
 @pytest.mark.multi
-def test_the_durable_run_goes_on_with_the_same_bits_where_it_was_killed(folder, way):
-    before = losses(run("durable.py", "--nvme", folder, "--kill-at", 8, code=-9, way=way))
-    text = run("durable.py", "--nvme", folder, way=way)
+def test_the_durable_run_goes_on_with_the_same_bits_where_it_was_killed(folder):
+    before = losses(run("durable.py", "--nvme", folder, "--kill-at", 8, code=-9, way="forked"))
+    text = run("durable.py", "--nvme", folder, way="forked")
     after = losses(text)
     done = int(re.search(r"steps already done: (\d+)", text)[1])
     assert (min(before), max(before), done in {6, 7}) == (1, 7, True)
@@ -82,9 +77,9 @@ def test_the_durable_run_goes_on_with_the_same_bits_where_it_was_killed(folder, 
 
 
 @pytest.mark.multi
-def test_two_ranks_train_each_on_its_part_and_save_together(folder, way, tmp_path):
+def test_two_ranks_train_each_on_its_part_and_save_together(folder, tmp_path):
     command = [EXAMPLES / "two_ranks.py", "--nvme", folder, "--out", folder / "out"]
-    done = python_of_ranks(2, *command, folder=tmp_path) if way == "forked" else [torchrun(2, *command)]
+    done = python_of_ranks(2, *command, folder=tmp_path)
     assert {one.returncode for one in done} == {0}, [one.stderr for one in done]
     shown = re.findall(r"rank (\d), step (\d+): loss ([\d.]+)", "".join(one.stdout for one in done))
     of_ranks = [sorted((step, loss) for one, step, loss in shown if one == rank) for rank in "01"]
@@ -95,11 +90,12 @@ def test_two_ranks_train_each_on_its_part_and_save_together(folder, way, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.multi
-def test_two_ranks_share_a_sequence_and_see_one_loss(folder):
+def test_two_ranks_share_a_sequence_and_see_one_loss(folder, tmp_path):
     example = EXAMPLES / "two_ranks_one_sequence.py"
-    done = torchrun(2, example, "--nvme", folder, "--tokens", 256)
-    assert done.returncode == 0, done.stderr
-    shown = re.findall(r"rank (\d), step (\d): loss ([\d.]+), (\d+) of (\d+) tokens", done.stdout)
+    done = python_of_ranks(2, example, "--nvme", folder, "--tokens", 256, folder=tmp_path)
+    assert {one.returncode for one in done} == {0}, [one.stderr for one in done]
+    said = "".join(one.stdout for one in done)
+    shown = re.findall(r"rank (\d), step (\d): loss ([\d.]+), (\d+) of (\d+) tokens", said)
     losses = {rank: [loss for one, _, loss, _, _ in shown if one == rank] for rank in "01"}
     assert losses["0"] == losses["1"]
     assert float(losses["0"][-1]) < float(losses["0"][0])
@@ -108,9 +104,7 @@ def test_two_ranks_share_a_sequence_and_see_one_loss(folder):
 
 @pytest.fixture(scope="module")
 def of_one():
-    """Return a function that says the losses of one process, trained once for each of its options: as
-    torchrun starts it, or where there are experts, in a fork.
-    """
+    """Return a function that says the losses of one process, trained once for each of its options."""
     for name in ("torch.distributed.pipelining", "torch.distributed.tensor.parallel"):
         importlib.import_module(name)  # once, and not in each rank
 
@@ -118,7 +112,7 @@ def of_one():
     def losses_of_one(*options):
         with tempfile.TemporaryDirectory(prefix="infinity-", dir=disk()) as nvme:
             command = [EXAMPLES / "mesh.py", "--nvme", nvme, *options]
-            done = python_of_ranks(1, *command, folder=nvme)[0] if options else torchrun(1, *command)
+            (done,) = python_of_ranks(1, *command, folder=nvme)
         assert done.returncode == 0, done.stderr
         return losses(done.stdout)
 
@@ -131,7 +125,6 @@ def of_one():
     ("alone", "mesh"),
     [
         ((), ("--dp", 2, "--tp", 2, "--pp", 2)),
-        (("--ep", 1), ("--dp", 4, "--pp", 2, "--ep", 2)),
         (("--ep", 1), ("--dp", 2, "--tp", 2, "--pp", 2, "--ep", 2)),
     ],
 )

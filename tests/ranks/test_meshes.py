@@ -42,11 +42,8 @@ DIVIDED = [
     "fp32, replicated, taken in, looked at, clip_grad_norm_",
     "bf16, stage 1, max_norm",
     "Llama, planned, bf16, tight, max_norm",
-    "Qwen3, planned, fp32, tight, clip_grad_norm_",
     "fp32, checkpointed, in parts, tight, max_norm",
-    "bf16, int8 moments, tight, max_norm",
     "fp32, int4 moments, tight",
-    "bf16, bf16 moments, tight, clip_grad_norm_",
 ]
 BOTH = ["wrong", "states", "overflow", "edits", "saves", "durable", "autotp", "megatron"]
 ADAPTED = ["adapters"] if importlib.util.find_spec("peft") else []

@@ -21,7 +21,7 @@ EXACT = [
     "zbv, fp32, tied",
 ]
 KINDS = ("gpipe", "1f1b", "interleaved", "looped", "zero bubble", "zbv", "dual pipe")
-OPTIONS = ("", ", tight", ", tight, max_norm, accumulated", ", clip_grad_norm_")
+OPTIONS = (", tight", ", tight, max_norm, accumulated", ", clip_grad_norm_")
 MORE = [
     "zero bubble, bf16, tight, max_norm",
     "1f1b, bf16, accumulated",
@@ -61,7 +61,7 @@ LAUNCHES = {
     "two stages of two ranks": (
         4,
         2,
-        [*DIVIDED, "resumed", "shared", *FROZEN, *EVALUATED[:3], "other paths", "divided"],
+        [*DIVIDED, "resumed", "shared", *FROZEN, *EVALUATED[1:3], "other paths", "divided"],
     ),
     "four ranks": (4, 1, DEEP),
 }

@@ -38,11 +38,12 @@ class Work:
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """Three ranks of one store, which tell and look at once."""
+    """Three ranks of one store, which tell and look at once, and again soon."""
     kept = Store()
     monkeypatch.setattr(waiting, "store", lambda: kept)
     monkeypatch.setattr(waiting, "TELLS_S", 0.01)
     monkeypatch.setattr(waiting, "LOOKS_S", 0.02)
+    monkeypatch.setattr(waiting, "_APART_S", 0.02)
     return [Waiting("engine", rank, 3, 60.0, Names([0, 1, 2], rank)) for rank in range(3)]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import functools
+import gc
 import itertools
 import tempfile
 import threading
@@ -152,10 +154,14 @@ def planned(plain, case, engine):
     }
 
 
+@functools.cache
 def in_memory(case):
-    """Return a model that plain data parallelism has trained, and its losses."""
+    """Return a model that plain data parallelism has trained, and its losses. case: pairs of names and values
+    that say what is computed.
+    """
     from ranks_reference import mean_over_ranks
 
+    case = dict(case)
     torch.manual_seed(0)
     plain = models.MODELS["llama"]()
     trained = freeze(plain, case)
@@ -163,6 +169,15 @@ def in_memory(case):
         parameter.register_hook(mean_over_ranks)
     prepare(plain, torch.bfloat16).train()
     return plain, train(plain, ReferenceAdamW(trained, **SETTINGS), "cpu", case)
+
+
+@functools.cache
+def on_the_device(frozen, simulator):
+    """Return what a backward takes on the device in plain PyTorch, see plain_uses."""
+    torch.manual_seed(0)
+    model = prepare(models.MODELS["llama"](), torch.bfloat16).train()
+    freeze(model, {"frozen": frozen})
+    return plain_uses(model, lambda model: backward(model, 0, "sim"), simulator)
 
 
 def in_the_end(plain, case, engine):
@@ -174,19 +189,19 @@ def in_the_end(plain, case, engine):
 
 def run(name: str, simulator: Simulator) -> dict[str, object]:
     """Train as one of the ranks, and beside plain data parallelism in memory."""
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     Channel.gather, Channel.exchange = gather_over_host, exchange_over_host
     case = CASES[name]
+    COLLECTIVES.clear()
     with (
         torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
         tempfile.TemporaryDirectory(prefix="infinity-", dir=disk()) as folder,
     ):
-        plain, expected = in_memory(case)
-        torch.manual_seed(0)
-        model = prepare(models.MODELS["llama"](), torch.bfloat16).train()
-        freeze(model, case)
-        activations, plain_pass = plain_uses(model, lambda model: backward(model, 0, "sim"), simulator)
-        del model
+        computed = ("steps", "accumulate", "clip", "frozen")
+        plain, expected = in_memory(tuple((key, case[key]) for key in computed if key in case))
+        activations, plain_pass = on_the_device(case.get("frozen", False), simulator)
+        gc.collect()
         simulator.delay(*case["delays"], 1 + dist.get_rank(), 50)
         simulator.restart()
         before = simulator.counts()["allocated"]

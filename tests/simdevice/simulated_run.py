@@ -1,4 +1,5 @@
-"""Runs cases on the simulated device, each in a forked process, and prints a line of JSON for each.
+"""Runs cases on the simulated device in forked processes, and prints a line of JSON for each: those that
+differ in delays alone one after the other in one process, which computes once what they are compared with.
 
 Each line of its input asks for cases, as {"names": [CASE, ...], "at_once": how many run beside each other};
 behind the last line of what they say stands "over". CASE: a name of simulated_cases.CASES or of
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import itertools
 import json
 import logging
 import os
@@ -30,7 +32,7 @@ import simulated_ranks
 import simulated_tiers
 import simulator
 from children import Child
-from launches import warm_up
+from launches import share_device, warm_up
 
 LIMIT_S = 200.0
 RAISED = []
@@ -48,8 +50,8 @@ class Warned(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def work(name, environment):
-    """Return what a child does: it loads the device, runs the case, and says how it went."""
+def work(names, environment):
+    """Return what a child does: it loads the device, runs the cases, and says how each went."""
 
     def do(say):
         os.environ.update(environment)
@@ -57,18 +59,31 @@ def work(name, environment):
         faulthandler.enable()
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
+        if "RANK" in environment:
+            share_device()
         simulated = simulator.load()
         warned = Warned()
         logging.getLogger("infinity").addHandler(warned)
-        said = {"raised": "", "warned": warned.texts}
-        try:
-            said |= result(name, simulated)
-        except Exception as error:  # noqa: BLE001
-            RAISED.append(error)
-            said["raised"] = f"{type(error).__name__}: {error}"[:1000]
-        say(**said, failure=simulated.failure(), waited=simulated.waited_for(), **simulated.counts())
+        for name in names:
+            warned.texts = []
+            said = {"case": name, "raised": "", "warned": warned.texts}
+            try:
+                said |= result(name, simulated)
+            except Exception as error:  # noqa: BLE001
+                RAISED.append(error)
+                said["raised"] = f"{type(error).__name__}: {error}"[:1000]
+            say(**said, failure=simulated.failure(), waited=simulated.waited_for(), **simulated.counts())
+            if RAISED:
+                break
 
     return do
+
+
+def base_of(name):
+    """Return what cases have in common that differ in delays alone."""
+    base, _, delay = name.rpartition(", ")
+    is_late = delay in simulated_cases.DELAYS
+    return base if is_late and name in simulated_cases.CASES | simulated_ranks.CASES else name
 
 
 def result(name, simulated):
@@ -99,24 +114,29 @@ def environments(name):
 
 
 def run(names, at_once):
-    """Run cases, so many beside each other, and print what each of their processes said."""
-    waiting, running = list(names), []
+    """Run cases, so many bases of them beside each other, and print what each of their processes said."""
+    waiting, running = [list(together) for _, together in itertools.groupby(names, base_of)], []
     while waiting or running:
         while waiting and len(running) < at_once:
-            name = waiting.pop(0)
-            running.append((name, [Child(work(name, more), LIMIT_S) for more in environments(name)]))
-        for name, children in list(running):
+            some = waiting.pop(0)
+            running.append((some, [Child(work(some, more), LIMIT_S) for more in environments(some[0])]))
+        for some, children in list(running):
             if not [child for child in children if child.status is None and not child.over()]:
-                running.remove((name, children))
-                tell(name, children)
+                running.remove((some, children))
+                tell(some, children)
         time.sleep(0.01)
 
 
-def tell(name, children):
+def tell(names, children):
+    """Print what each process said of each of its cases, with how it ended."""
     for rank, child in enumerate(children):
         killed = signal.Signals(os.WTERMSIG(child.status)).name if os.WIFSIGNALED(child.status) else ""
-        said = {"case": name, "rank": rank, "killed": killed, **child.last}
-        print(json.dumps(said), flush=True)  # noqa: T201
+        of_case = {line["case"]: line for line in child.said if "case" in line}
+        of_all = {key: value for line in child.said if "case" not in line for key, value in line.items()}
+        missed = {"raised": "a case before it ended their process", "failure": ""} if of_case else {}
+        for name in names:
+            said = {"case": name, "rank": rank, "killed": killed, **of_all, **of_case.get(name, missed)}
+            print(json.dumps(said), flush=True)  # noqa: T201
 
 
 def main():

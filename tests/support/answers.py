@@ -1,5 +1,6 @@
 """What each rank of a launched program answers, for the test that has launched it."""
 
+import gc
 import json
 import time
 import traceback
@@ -20,6 +21,7 @@ def answer_all(folder, names, run):
             answers["took_s"][name] = time.perf_counter() - began
         except Exception as error:  # noqa: BLE001 - the others' answers count
             answers[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        gc.collect()  # else gloo's threads of engines that nobody has take a good part of the cores
     Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(answers), encoding="utf-8")
     dist.destroy_process_group()
 

@@ -1,6 +1,6 @@
 """One rank of a training on a mesh that saves after each step, which torchrun starts again when a rank dies.
 
-    torchrun --nproc-per-node 4 --max-restarts 1 tests/support/mesh_restart_run.py FOLDER KILL STEPS
+    torchrun --nproc-per-node 2 --max-restarts 1 tests/support/mesh_restart_run.py FOLDER KILL STEPS
 
 The mesh is of as many ranks as there are, two by two tensor parallel. KILL: in which step of the first life
 the last rank kills itself; -1 for none. Rank R appends [step, loss] as a line of JSON to FOLDER/R.losses.

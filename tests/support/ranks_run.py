@@ -400,7 +400,7 @@ CASES = {
 
 LAST = {"different ways", "leaving", "leaving behind", "killed", "alone", "failing", "gathered differently"}
 """After these the ranks cannot go on together: each has processes of its own, forked from the others."""
-AT_ONCE = set()
+AT_ONCE = {"alone", "killed"}
 """Those of them that wait more than they compute, and for which others may take the cores."""
 
 
@@ -410,6 +410,8 @@ def answer_of(case):
         return {**CASES[case](), "took_s": time.perf_counter() - began}
     except Exception as error:  # noqa: BLE001 - it is the answer
         return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    finally:
+        gc.collect()  # else gloo's threads of engines that nobody has take a good part of the cores
 
 
 def apart(folder, cases):
