@@ -35,7 +35,7 @@ of the uses are hits, where they were 38 %.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 
 import numpy as np
@@ -85,9 +85,9 @@ class Frequencies:
         self._touched = _Followed(units, half_life_steps)  # whether a step has any use
         self._settled_at = 0
         # Of this step, those that have any: of many slices a step uses few.
-        self._used: dict[int, int] = {}
-        self._fetched: dict[int, int] = {}
-        self._updated: dict[int, int] = {}
+        self._used: defaultdict[int, int] = defaultdict(int)
+        self._fetched: defaultdict[int, int] = defaultdict(int)
+        self._updated: defaultdict[int, int] = defaultdict(int)
         self._steps_used = np.zeros(units, np.int64)
 
     @property
@@ -102,13 +102,13 @@ class Frequencies:
         it. A unit that is pinned where it computes was not kept: what is expected must not depend on where
         the unit is placed now, or the placement would chase itself.
         """
-        self._used[unit] = self._used.get(unit, 0) + 1
+        self._used[unit] += 1
         if not kept:
-            self._fetched[unit] = self._fetched.get(unit, 0) + 1
+            self._fetched[unit] += 1
 
     def updated(self, unit: int) -> None:
         """Count the update of this step."""
-        self._updated[unit] = self._updated.get(unit, 0) + 1
+        self._updated[unit] += 1
 
     def close_step(self) -> None:
         """Fold what this step counted into what is expected."""
@@ -187,7 +187,8 @@ class _Average:
         units, counts = counted
         self.sum *= self.decay
         self.sum[units] += counts
-        self.weight = self.weight * self.decay + 1
+        self.weight *= self.decay
+        self.weight += 1
         self.steps += 1
 
     def all(self) -> NDArray[np.float64]:
