@@ -100,35 +100,45 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
         self.calls: Counter[str] = Counter()
         self._reads: dict[str, float] = {}
-        """What reading the clock took, once for each call: more where others use the CPU's caches, too."""
+        """What reading the clock took, once for each time that was added: more where others use the CPU's
+        caches, too.
+        """
         self._within: list[str | None] = []
         self._since = 0.0
 
-    def _turn(self, now: float) -> None:
+    def _add(self, now: float) -> None:
         inside = self._within[-1] if self._within else None
         if inside is not None:
             self.seconds[inside] = self.seconds.get(inside, 0.0) + now - self._since
-        self._since = now
+
+    def _add_read(self, seconds: float) -> None:
+        inside = self._within[-1] if self._within else None
+        if inside is not None:
+            self._reads[inside] = self._reads.get(inside, 0.0) + seconds
 
     def timed(self, call: Callable[..., Any], name: str | None) -> Callable[..., Any]:
-        """Return `call`, whose seconds are counted under `name`; not at all, where that is None."""
+        """Return `call`, whose seconds are counted under `name`; not at all, where that is None. What counting
+        takes is nobody's: of thousands of short calls it would be most.
+        """
 
         @wraps(call)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            self._turn(time.thread_time())
+            self._add(time.thread_time())
             self._within.append(name)
             if name is not None:
                 self.calls[name] += 1
+            self._since = time.thread_time()
             try:
                 result = call(*args, **kwargs)
                 return list(result) if inspect.isgenerator(result) else result  # which looks as it yields
             finally:
                 ended = time.thread_time()
-                self._turn(ended)
+                read = time.thread_time() - ended
+                self._add(ended)
+                self._add_read(read)
                 self._within.pop()
-                self._since = time.thread_time()  # reading the clock is nobody's
-                if name is not None:
-                    self._reads[name] = self._reads.get(name, 0.0) + self._since - ended
+                self._add_read(read)  # of whoever has called this, and was counted until then
+                self._since = time.thread_time()
 
         return timed
 

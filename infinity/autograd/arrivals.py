@@ -175,7 +175,8 @@ class Arrivals:
             return
         self.early.gradient_came(parameter)
         self.ahead.gradient_came(parameter)
-        self.slices.assigned(parameter, "grad")
+        if not unit.attached:  # else it is looked at in any case
+            self.slices.assigned(parameter, "grad")
         updater = self.updater(unit)
         if updater is not None and self._durable is not None:
             self._durable.before_change()

@@ -71,16 +71,17 @@ class SliceWatch:
 
     def with_gradients(self) -> list[nn.Parameter]:
         """Return the slices that have a gradient, in no order."""
-        may_have = self._may_have
+        having: dict[int, nn.Parameter] = {}
         with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
             for unit in self._used:
                 for one in unit.parameters:
                     if one.grad is not None:
-                        may_have[id(one)] = one
+                        having[id(one)] = one
                     if not one.requires_grad:
                         self.freezes += 1
-            having = [one for one in may_have.values() if one.grad is not None]
+            for key, one in self._may_have.items():
+                if key not in having and one.grad is not None:
+                    having[key] = one
         self._used = {unit: None for unit in self._used if unit.attached}
-        if len(having) < len(may_have):
-            self._may_have = {id(one): one for one in having}
-        return having
+        self._may_have = having
+        return list(having.values())

@@ -340,9 +340,9 @@ class Unit:
             parameter.__class__ = kind
             _set_data(parameter, values)
         self.changes.begin(self._views)
-        self.attached, self.aside = True, aside
         if self._watch is not None:
-            self._watch.attached(self)
+            self._watch.attached(self)  # first: after an interrupt it knows
+        self.attached, self.aside = True, aside
 
     def guard(self) -> None:
         """Have `changes` asked, from now on, before an attached parameter is assigned to."""
