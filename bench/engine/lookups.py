@@ -72,6 +72,7 @@ NOTING: Sequence[tuple[type[Any], str]] = (
     (DecidedUpdates, "add"),
     (MissedSteps, "due"),
     (Stack, "tell"),
+    (SliceWatch, "accumulated"),
     (SliceWatch, "assigned"),
     (SliceWatch, "attached"),
 )

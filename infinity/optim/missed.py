@@ -112,9 +112,9 @@ class Stack:
         self._limits = [most_misses(one.unit) for one in slices]
         self._alone = all(len(one.unit.parameters) == 1 for one in slices)
         """Whether no slice shares its unit with other parameters, which may miss steps, too."""
-        self._here = [not one.unit.record.is_elsewhere for one in slices]
-        self._rounds = [not one.unit.record.schema.is_exact for one in slices]
-        """Whether the state of each is rounded at random."""
+        self._all_here = not any(one.unit.record.is_elsewhere for one in slices)
+        self._all_exact = all(one.unit.record.schema.is_exact for one in slices)
+        """Whether the state of none is rounded at random."""
         self._groups = {one.group: one.parameter for one in reversed(slices)}
         self._steps: list[MissedStep] = []
         self._dropped = 0
@@ -240,9 +240,8 @@ class Stack:
             if count is None:
                 count = self._counts[parameter] = {}
             begun = count.get("step", 0)
-            missed = None
-            if self._here[number]:  # else the ranks that have it update it
-                missed = self._missed(number, pending.get(one.at), since, begun)
+            decides = self._all_here or not one.unit.record.is_elsewhere  # else ranks that have it update it
+            missed = self._missed(one, pending.get(one.at), since, begun) if decides else None
             count["step"] = begun + steps  # no call from here on: a Ctrl-C finds all of it, or nothing
             if missed is not None:
                 pending[one.at] = missed
@@ -250,10 +249,9 @@ class Stack:
         self._told.append(number)
         del self._since[number]
 
-    def _missed(self, number: int, before: Update | None, since: int, begun: int) -> Update:
+    def _missed(self, one: Slice, before: Update | None, since: int, begun: int) -> Update:
         """Return what is pending for a slice with all that it missed since, before which it had `begun`."""
-        one, rounds = self._slices[number], self._rounds[number]
-        group = one.group
+        group, rounds = one.group, not (self._all_exact or one.unit.record.schema.is_exact)
         past = (id(before), since, group, begun)
         if not rounds and (shared := self._shared.get(past)) is not None:
             return shared[1]

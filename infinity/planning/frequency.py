@@ -35,8 +35,8 @@ of the uses are hits, where they were 38 %.
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,10 +68,10 @@ Counted = tuple[NDArray[np.int64], NDArray[np.float64]]
 """Units, each once, and how often each was counted."""
 
 
-def _counted(counts: Mapping[int, int]) -> Counted:
-    """Return the same as columns, which all averages take."""
-    found = np.fromiter(counts, np.int64, len(counts))
-    return found, np.fromiter(counts.values(), np.float64, len(counts))
+def _counted(units: Sequence[int]) -> Counted:
+    """Return how often each of these is there, as all averages take it."""
+    found, counts = np.unique(np.array(units, np.int64), return_counts=True)
+    return found, counts.astype(np.float64)
 
 
 class Frequencies:
@@ -84,10 +84,10 @@ class Frequencies:
         self._updates = _Followed(units, half_life_steps)
         self._touched = _Followed(units, half_life_steps)  # whether a step has any use
         self._settled_at = 0
-        # Of this step, those that have any: of many slices a step uses few.
-        self._used: defaultdict[int, int] = defaultdict(int)
-        self._fetched: defaultdict[int, int] = defaultdict(int)
-        self._updated: defaultdict[int, int] = defaultdict(int)
+        # Of this step, one unit for each time: of many slices a step uses few.
+        self._used: list[int] = []
+        self._fetched: list[int] = []
+        self._updated: list[int] = []
         self._steps_used = np.zeros(units, np.int64)
 
     @property
@@ -102,13 +102,13 @@ class Frequencies:
         it. A unit that is pinned where it computes was not kept: what is expected must not depend on where
         the unit is placed now, or the placement would chase itself.
         """
-        self._used[unit] += 1
+        self._used.append(unit)
         if not kept:
-            self._fetched[unit] += 1
+            self._fetched.append(unit)
 
     def updated(self, unit: int) -> None:
         """Count the update of this step."""
-        self._updated[unit] += 1
+        self._updated.append(unit)
 
     def close_step(self) -> None:
         """Fold what this step counted into what is expected."""
