@@ -64,6 +64,17 @@ def test_slices_that_stay_attached_are_asked_again_and_once_more_when_they_are_r
     assert watch.with_gradients() == [], "it is released, and its guard has not told"
 
 
+def test_gradients_that_autograd_brings_are_found_of_units_that_were_used_and_of_others(watch, slices):
+    used, other = FakeUnit(slices[0]), FakeUnit(slices[1])
+    watch.attached(used)
+    used.attached = other.attached = False
+    for unit in (used, other):
+        unit.parameters[0].grad = torch.ones(2)
+        watch.accumulated(unit, unit.parameters[0])
+    for _ in range(2):
+        assert set(map(id, watch.with_gradients())) == {id(slices[0]), id(slices[1])}
+
+
 def test_what_is_no_slice_is_not_kept(watch):
     other = nn.Parameter(torch.zeros(2))
     other.grad = torch.ones(2)
