@@ -118,8 +118,8 @@ class Stopwatch:
             self._reads[inside] = self._reads.get(inside, 0.0) + seconds
 
     def timed(self, call: Callable[..., Any], name: str | None) -> Callable[..., Any]:
-        """Return `call`, whose seconds are counted under `name`; not at all, where that is None. The seconds of
-        counting are left out: of thousands of short calls they would be most.
+        """Return `call`, whose seconds are counted under `name`; not at all, where that is None. What
+        counting takes is left out: of thousands of short calls it would be most.
         """
 
         @wraps(call)

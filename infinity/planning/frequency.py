@@ -145,11 +145,11 @@ class Frequencies:
         """Return `uses` of each unit."""
         return self._uses.of_all()
 
-    def uses_with_another(self, units: NDArray[np.int64], less: float) -> NDArray[np.float64]:
-        """Return the uses of these units that will be expected when a step is over that uses each once more,
-        and each of its uses counts so much `less`.
+    def uses_with_another(self, less: float) -> NDArray[np.float64]:
+        """Return the uses of each unit that will be expected when a step is over that uses it once more, and
+        each of its uses counts so much `less`.
         """
-        return self._uses.with_another(units, 1 - less)
+        return self._uses.with_another(1 - less)
 
     def share_of_steps(self, unit: int) -> float:
         """Return the share of steps that are expected to use a unit at all."""
@@ -222,10 +222,9 @@ class _Followed:
     def of_all(self) -> NDArray[np.float64]:
         return self._all.all()
 
-    def with_another(self, units: NDArray[np.int64], count: float) -> NDArray[np.float64]:
+    def with_another(self, count: float) -> NDArray[np.float64]:
         decay = self._all.decay
-        weights = self._all.weight[units] * decay + 1
-        expected: NDArray[np.float64] = (self._all.sum[units] * decay + count) / weights
+        expected: NDArray[np.float64] = (self._all.sum * decay + count) / (self._all.weight * decay + 1)
         return expected
 
     def changed(self) -> NDArray[np.bool_] | None:
