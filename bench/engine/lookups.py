@@ -1,12 +1,12 @@
-"""What finding the slices that a step needs takes of it: counting uses, choosing what stays in memory, noting
-what the others miss, asking which have gradients.
+"""What finding the slices that a step needs takes of it: which it uses, where they lie, which stay in memory;
+and what noting takes that the others miss it, and asking which have gradients.
 
     python -m infinity.bench.engine.lookups --nvme DIR --slices 100000
 
 A real engine trains embeddings in blocks of rows, each a slice with a record of its own on NVMe; a step uses
 some of them, by Zipf's law. The seconds are those of the computing thread in the functions that are named in
-`LOOKED_UP`, without what these begin (fetches, writes) and without the counting; the step's are the wall
-clock's. 100,000 slices of 64 KiB take 40 GB of the disk; of 8 KiB, which no Init would cut, 5 GB.
+`FINDING` and `NOTING`, without what these begin (fetches, writes) and without the counting; the step's are
+the wall clock's. 100,000 slices of 64 KiB take 40 GB of the disk; of 8 KiB, which no Init would cut, 5 GB.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ from infinity.autograd.slice_watch import SliceWatch
 from infinity.bench.arguments import positive, some_size
 from infinity.bench.findings import Column, Findings, asked, command, run_command
 from infinity.bench.targets import Target
+from infinity.engine.routing import Routing
 from infinity.optim.base import OffloadedOptimizer
-from infinity.optim.missed import MissedSteps
+from infinity.optim.decided import DecidedUpdates
+from infinity.optim.missed import MissedSteps, Stack
+from infinity.optim.with_gradients import WithGradients
 from infinity.planning.course import Course
 from infinity.planning.frequency import Frequencies
 from infinity.planning.tile_size import LEAST_SLICE_NBYTES
@@ -46,7 +49,7 @@ _COLUMNS = 256
 _SETTLING = 3
 _GOAL = Target("≤", 1.0, "% of a step")
 
-LOOKED_UP: Sequence[tuple[type[Any], str]] = (
+FINDING: Sequence[tuple[type[Any], str]] = (
     (Frequencies, "used"),
     (Frequencies, "updated"),
     (Frequencies, "close_step"),
@@ -54,19 +57,40 @@ LOOKED_UP: Sequence[tuple[type[Any], str]] = (
     (Pins, "close_step"),
     (Course, "is_stale"),
     (UnitResidency, "_fetched_sizes"),
+    (Routing, "announced"),
+    (RoutedLayers, "announced"),
+    (RoutedLayers, "needed_with"),
+)
+"""Which slices are needed, where they lie, and which of them stay in memory."""
+
+NOTING: Sequence[tuple[type[Any], str]] = (
     (OffloadedOptimizer, "_having_gradients"),
     (OffloadedOptimizer, "_begin_to_miss"),
     (OffloadedOptimizer, "_flush_earlier"),
     (OffloadedOptimizer, "_note_missed"),
+    (WithGradients, "in_no_order"),
+    (DecidedUpdates, "add"),
     (MissedSteps, "due"),
-    (RoutedLayers, "announced"),
-    (RoutedLayers, "needed_with"),
+    (Stack, "tell"),
+    (SliceWatch, "accumulated"),
     (SliceWatch, "assigned"),
     (SliceWatch, "attached"),
-    (SliceWatch, "released"),
 )
-_BEGUN: Sequence[tuple[type[Any], str]] = ((Pins, "_leave"), (Pins, "_take"), (UnitResidency, "flush"))
-"""What these begin, and what is therefore not counted: writes, and memory that is allocated."""
+"""Which slices have gradients, and which updates wait: what of an optimizer's step grows with the slices."""
+
+LOOKED_UP = (*FINDING, *NOTING)
+_BEGUN: Sequence[tuple[type[Any], str]] = (
+    (Pins, "_leave"),
+    (Pins, "_take"),
+    (UnitResidency, "expect"),
+    (UnitResidency, "flush"),
+)
+"""What these begin, and what is therefore not counted: fetches and writes, and memory that is allocated."""
+
+
+def _named(function: tuple[type[Any], str]) -> str:
+    kind, name = function
+    return f"{kind.__name__}.{name}"
 
 
 class Stopwatch:
@@ -77,35 +101,45 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
         self.calls: Counter[str] = Counter()
         self._reads: dict[str, float] = {}
-        """What reading the clock took, once for each call: more where others use the CPU's caches, too."""
+        """What reading the clock took, once for each time that was added: more where others use the CPU's
+        caches, too.
+        """
         self._within: list[str | None] = []
         self._since = 0.0
 
-    def _turn(self, now: float) -> None:
+    def _add(self, now: float) -> None:
         inside = self._within[-1] if self._within else None
         if inside is not None:
             self.seconds[inside] = self.seconds.get(inside, 0.0) + now - self._since
-        self._since = now
+
+    def _add_read(self, seconds: float) -> None:
+        inside = self._within[-1] if self._within else None
+        if inside is not None:
+            self._reads[inside] = self._reads.get(inside, 0.0) + seconds
 
     def timed(self, call: Callable[..., Any], name: str | None) -> Callable[..., Any]:
-        """Return `call`, whose seconds are counted under `name`; not at all, where that is None."""
+        """Return `call`, whose seconds are counted under `name`; not at all, where that is None. What
+        counting takes is left out: of thousands of short calls it would be most.
+        """
 
         @wraps(call)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            self._turn(time.thread_time())
+            self._add(time.thread_time())
             self._within.append(name)
             if name is not None:
                 self.calls[name] += 1
+            self._since = time.thread_time()
             try:
                 result = call(*args, **kwargs)
                 return list(result) if inspect.isgenerator(result) else result  # which looks as it yields
             finally:
                 ended = time.thread_time()
-                self._turn(ended)
+                read = time.thread_time() - ended
+                self._add(ended)
+                self._add_read(read)
                 self._within.pop()
-                self._since = time.thread_time()  # reading the clock is nobody's
-                if name is not None:
-                    self._reads[name] = self._reads.get(name, 0.0) + self._since - ended
+                self._add_read(read)  # of whoever has called this, and was counted until then
+                self._since = time.thread_time()
 
         return timed
 
@@ -138,7 +172,7 @@ def watched() -> Iterator[Stopwatch]:
     watch = Stopwatch()
     before = [(kind, name, getattr(kind, name)) for kind, name in (*LOOKED_UP, *_BEGUN)]
     for kind, name, call in before:
-        where = None if (kind, name) in _BEGUN else f"{kind.__name__}.{name}"
+        where = None if (kind, name) in _BEGUN else _named((kind, name))
         setattr(kind, name, watch.timed(call, where))
     try:
         yield watch
@@ -190,11 +224,22 @@ def measured(slices: int, options: argparse.Namespace, folder: Path) -> dict[str
             if step >= _SETTLING:
                 steps.append(time.perf_counter() - began)
         looked = watch.without_counting(of_call)
-    share = 100 * sum(looked.values()) / sum(steps)
-    most_first = sorted(looked.items(), key=lambda item: -item[1])
-    each = {name: seconds / options.steps for name, seconds in most_first}
-    row = {"slices": slices, "used": count, "step": statistics.median(steps), "share": share}
-    return {**row, "looking": sum(each.values()), "each": each}
+    each = {
+        name: seconds / options.steps for name, seconds in sorted(looked.items(), key=lambda item: -item[1])
+    }
+    finding, noting = (sum(each.get(one, 0.0) for one in map(_named, group)) for group in (FINDING, NOTING))
+    mean = sum(steps) / len(steps)
+    return {
+        "slices": slices,
+        "used": count,
+        "step": statistics.median(steps),
+        "finding": finding,
+        "noting": noting,
+        "of_use": (finding + noting) / count,
+        "finding_share": 100 * finding / mean,
+        "share": 100 * (finding + noting) / mean,
+        "each": each,
+    }
 
 
 def _measure(options: argparse.Namespace, folder: Path, console: Console) -> Findings:
@@ -204,10 +249,14 @@ def _measure(options: argparse.Namespace, folder: Path, console: Console) -> Fin
     def milliseconds(seconds: float) -> str:
         return f"{1e3 * seconds:.2f} ms"
 
+    def percent(share: float) -> str:
+        return f"{share:.2f} %"
+
     lines = []
     for row in rows:
         parts = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in row["each"].items())
-        lines.append(f"{row['slices']:,} slices: {_GOAL.verdict([row['share']])}; {parts}")
+        alone = f"finding alone {percent(row['finding_share'])}"
+        lines.append(f"{row['slices']:,} slices: {_GOAL.verdict([row['share']])}, {alone}; {parts}")
     return Findings(
         title="Looking slices up, in a step",
         rows=rows,
@@ -215,8 +264,11 @@ def _measure(options: argparse.Namespace, folder: Path, console: Console) -> Fin
             Column("slices", "slices"),
             Column("used", "used"),
             Column("step", "step", milliseconds),
-            Column("looking", "looking up", milliseconds),
-            Column("share", "share", lambda share: f"{share:.2f} %"),
+            Column("finding", "finding", milliseconds),
+            Column("noting", "noting", milliseconds),
+            Column("of_use", "a used slice", lambda seconds: f"{1e6 * seconds:.1f} µs"),
+            Column("finding_share", "finding", percent),
+            Column("share", "both", percent),
         ],
         verdicts=lines,
         options=asked(options),

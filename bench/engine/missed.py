@@ -29,7 +29,7 @@ from infinity.optim.missed import MissedStep, MissedSteps, Slice
 from infinity.optim.with_gradients import WithGradients
 from infinity.planning.layout import FP32
 from infinity.records.update_rules import ADAMW
-from infinity.records.updates import MissedUpdates, PendingUpdates
+from infinity.records.updates import MissedUpdates, PendingUpdates, Update
 
 _OF_STACK = 1000
 _OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "params": []}
@@ -43,11 +43,13 @@ class _Slice:
 
     def __init__(self, index: int) -> None:
         self.index, self.parameter = index, nn.Parameter(torch.zeros(1))
+        self.parameters = [self.parameter]
         self._pending = PendingUpdates()
         self._owed: MissedUpdates | None = None
 
-    def owe(self, _index: int, missed: MissedUpdates) -> None:
+    def owe(self, index: int, missed: MissedUpdates) -> Update | None:
         self._owed = missed
+        return self._pending.get(index)
 
     @property
     def pending(self) -> PendingUpdates:

@@ -175,7 +175,7 @@ class Arrivals:
             return
         self.early.gradient_came(parameter)
         self.ahead.gradient_came(parameter)
-        self.slices.assigned(parameter, "grad")
+        self.slices.accumulated(unit, parameter)
         updater = self.updater(unit)
         if updater is not None and self._durable is not None:
             self._durable.before_change()

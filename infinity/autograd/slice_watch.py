@@ -5,8 +5,8 @@ Of 100,000 slices a step uses a few thousand; to ask each whether it has a gradi
 tenth of a microsecond where it is in the CPU's caches, and four tenths where it is not. A slice comes to a
 gradient in one of three ways: autograd accumulates it, and calls the engine; code assigns it while the slice
 is released, which its guard sees; or code assigns it while the slice is attached, and then it is asked when
-that ends. So those that may have a gradient are known, and these alone are asked. Whether any slice has been
-frozen since is found in the same places, and counted.
+gradients are looked for next. So those that may have a gradient are known, and these alone are asked. Whether
+any slice has been frozen since is found in the same places, and counted.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+
+from infinity.units.unit import Unit
 
 
 class SliceWatch:
@@ -25,12 +27,13 @@ class SliceWatch:
         self._slices: set[int] = set()
         self._may_have: dict[int, nn.Parameter] = {}
         """By id()."""
-        self._attached: dict[int, list[nn.Parameter]] = {}
-        """The parameters of units that are attached now, by the id() of the first: assignments to these go
-        unseen.
+        self._used: dict[Unit, None] = {}
+        """Units that are attached, or were since gradients were last looked for: what was assigned to their
+        parameters meanwhile went unseen.
         """
         self.freezes = 0
-        """How often any slice was found frozen, or may have been frozen since it was looked at."""
+        """How often any slice was found frozen, or may have been frozen, when gradients were last looked for.
+        """
 
     def __len__(self) -> int:
         """Return how many slices there are."""
@@ -55,31 +58,35 @@ class SliceWatch:
         else:
             self.freezes += 1
 
-    def attached(self, parameters: list[nn.Parameter]) -> None:
-        """The parameters of a unit are attached: nobody sees what is assigned to them, until they are looked
-        at.
+    def accumulated(self, unit: Unit, parameter: nn.Parameter) -> None:
+        """Note that a parameter of a unit, a slice or not, has been given a gradient by autograd."""
+        if unit not in self._used:  # else it is looked at in any case
+            self.assigned(parameter, "grad")
+
+    def attached(self, unit: Unit) -> None:
+        """The parameters of a unit are attached: nobody sees what is assigned to them from now on, so that
+        they are looked at until they are released, and once more.
         """
-        self._attached[id(parameters[0])] = parameters
+        self._used[unit] = None
 
-    def released(self, parameters: list[nn.Parameter]) -> None:
-        """Look at the parameters of a unit that is about to be released."""
-        self._attached.pop(id(parameters[0]), None)
-        self._look(parameters)
-
-    def _look(self, parameters: Sequence[nn.Parameter]) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
-            for one in parameters:
-                if one.grad is not None:
-                    self._may_have[id(one)] = one
-                if not one.requires_grad:
-                    self.freezes += 1
+    @property
+    def any_attached(self) -> bool:
+        """Whether any slices are attached now: only those can be in use."""
+        return any(unit.attached for unit in self._used)
 
     def with_gradients(self) -> list[nn.Parameter]:
         """Return the slices that have a gradient, in no order."""
-        for parameters in self._attached.values():
-            self._look(parameters)
-        with torch._C.DisableTorchFunctionSubclass():  # as above
-            having = [one for one in self._may_have.values() if one.grad is not None]
-        if len(having) < len(self._may_have):
-            self._may_have = {id(one): one for one in having}
-        return having
+        having: dict[int, nn.Parameter] = {}
+        with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
+            for unit in self._used:
+                for one in unit.parameters:
+                    if one.grad is not None:
+                        having[id(one)] = one
+                    if not one.requires_grad:
+                        self.freezes += 1
+            for key, one in self._may_have.items():
+                if key not in having and one.grad is not None:
+                    having[key] = one
+        self._used = {unit: None for unit in self._used if unit.attached}
+        self._may_have = having
+        return list(having.values())

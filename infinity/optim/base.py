@@ -51,9 +51,10 @@ from infinity.engine.engine import Engine
 from infinity.errors import UnsupportedError
 from infinity.gradients.gradient import Form, Gradient
 from infinity.optim.checks import check_record, check_room, checked_states
+from infinity.optim.decided import DecidedUpdates
 from infinity.optim.delayed import DELAYED_AFTER, DelayedGradients, check_delayed
 from infinity.optim.joined_state import cut_state, joined_state
-from infinity.optim.missed import MissedStep, MissedSteps, Slice, most_misses
+from infinity.optim.missed import MissedStep, MissedSteps, Slice
 from infinity.optim.optimizer_view import ShowingState
 from infinity.optim.ownership import ParameterPlace, check_current, engine_for
 from infinity.optim.turns import TakingTurns
@@ -124,7 +125,7 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
         """The global gradient norm of the last step, if max_norm is set."""
         forced = None if speculate == "auto" and update == "forward" else speculate is True
         self.speculation = SpeculationHistory(forced)
-        self._decided: set[Unit] = set()
+        self._decided = DecidedUpdates()
         self.delayed = DelayedGradients(self, delayed_after) if update == "delayed" else None
         """What update="delayed" keeps for the next step; None without it."""
         if self.delayed is not None:
@@ -292,7 +293,7 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
     def _having_gradients(self) -> list[tuple[dict[str, Any], nn.Parameter]]:
         """Return the parameters that have a gradient, with their groups: of many slices they are few."""
         self.regroup()
-        return self._with_gradients.of(self.param_groups, self._slices)
+        return self._with_gradients.as_sorted(self.param_groups, self._slices)
 
     @property
     def _slices(self) -> list[SliceWatch]:
@@ -346,15 +347,19 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
             if (place := self.mine.get(id(one))) is not None
         ]
 
-    def _note_missed(self, begin: Iterable[Slice], clip: float) -> None:
+    def _note_missed(self, begin: Sequence[Slice], clip: float) -> None:
         """Note a step for all slices with gradients of zeros, of which there are many: none is ever made."""
+        engines = self._engines.values()
+        if any(engine.arrivals.slices.any_attached for engine in engines):
+            for one in begin:
+                _check_unused(one.unit)
+        in_files = any(engine.checkpoint_store is not None for engine in engines)
         for one in begin:
-            _check_unused(one.unit)
-            if id(one.parameter) not in self._begun or one.unit.record.in_files is not None:
+            if id(one.parameter) not in self._begun or (in_files and one.unit.record.in_files is not None):
                 self.make_room(self.mine[id(one.parameter)].engine, one.parameter)
             one.unit.values_changed()
-        begun = self._missed.note(MissedStep(clip, self.seed), self._options_of)
-        self._decided.difference_update([one.unit for one in begun if one.unit.owes_all])
+        missing = self._missed.note(MissedStep(clip, self.seed), self._options_of)
+        self._decided.leave(one.unit for one in missing if one.unit.owes_all)
 
     def _options_of(self, parameter: nn.Parameter) -> tuple[Recipe, dict[str, Any]]:
         return self.recipe_of(parameter), self.param_groups[self.mine[id(parameter)].group]
@@ -392,22 +397,10 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
         """Apply updates of earlier steps that are still pending; but see [Note: missed steps]. begin: slices
         that begin to miss steps.
         """
-        busy = {gradient.unit for gradient in gradients if gradient.form is not Form.ZERO}
-        decided, self._decided = self._decided, set()
-        counted: dict[int, tuple[Update, float]] = {}  # many slices share an update, which is kept alive
-        looked_at = {*decided, *busy, *(one.unit for one in begin), *self._missed.due()}
-        for unit in sorted(looked_at, key=attrgetter("index")):  # ranks may orthogonalize, in one order
-            if not unit.pending:
-                continue
-            misses = 0.0
-            for one in unit.pending.values():
-                if id(one) not in counted:
-                    counted[id(one)] = one, one.misses if one.may_miss else math.inf
-                misses = max(misses, counted[id(one)][1])
-            if unit in busy or misses >= most_misses(unit):
-                self._engine(unit).residency.flush(unit)
-            elif unit in decided:
-                self._decided.add(unit)
+        busy = (gradient.unit for gradient in gradients if gradient.form is not Form.ZERO)
+        beginning = (one.unit for one in begin)
+        for unit in self._decided.that_cannot_wait(busy, beginning, self._missed.due()):
+            self._engine(unit).residency.flush(unit)
 
     def _decide(
         self, group: dict[str, Any], parameter: nn.Parameter, gradient: Gradient, factor: np.float32
@@ -422,13 +415,14 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
         if unit.record.is_elsewhere:
             return  # the ranks that have it update it
         if before is not None and gradient.form is Form.ZERO:
-            unit.pending[gradient.index] = before.then_missed([(scalars, key)])
+            update = before.then_missed([(scalars, key)])
         else:
             if before is not None and before.has_gradient:
                 raise AssertionError(f"{unit.name}: expected the last gradient to be applied by now")
             missed = () if before is None else (*before.missed, (before.scalars, before.key))
-            unit.pending[gradient.index] = self._update(gradient, place, recipe, (scalars, key), missed)
-        self._decided.add(unit)
+            update = self._update(gradient, place, recipe, (scalars, key), missed)
+        unit.pending[gradient.index] = update
+        self._decided.add(unit, update)
         unit.values_changed()
 
     def _update(

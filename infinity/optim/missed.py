@@ -70,10 +70,13 @@ class MissedStep:
 
         Raises: ValueError for options out of range.
         """
-        if group not in self._groups:
-            own = {name: _own(value) for name, value in options.items() if name != "params"}
-            self._scalars[group, count] = recipe.scalars(own, count, self._clip)
-            self._groups[group] = recipe, own
+        own = {name: _own(value) for name, value in options.items() if name != "params"}
+        self._scalars[group, count] = recipe.scalars(own, count, self._clip)
+        self._groups[group] = recipe, own
+
+    def has(self, group: int) -> bool:
+        """Whether a group's options are kept."""
+        return group in self._groups
 
     def recipe(self, group: int) -> Recipe:
         """Return a group's update rule."""
@@ -99,10 +102,19 @@ class Stack:
     """The slices of one stack that one optimizer has, and the steps that they miss."""
 
     def __init__(self, slices: Sequence[Slice], counts: dict[Any, dict[str, int]]) -> None:
-        """All are level. counts: the optimizer's, by parameter, for whoever is told."""
+        """All are level. counts: the optimizer's, by parameter, for whoever is told. A slice is known by its
+        number, its place among `slices`.
+        """
         self._slices, self._counts = list(slices), counts
         self._parameters = [one.parameter for one in slices]
-        self._numbers = {id(one.parameter): number for number, one in enumerate(slices)}
+        self._ids = list(map(id, self._parameters))
+        self._numbers = {one: number for number, one in enumerate(self._ids)}
+        self._limits = [most_misses(one.unit) for one in slices]
+        self._alone = all(len(one.unit.parameters) == 1 for one in slices)
+        """Whether no slice shares its unit with other parameters, which may miss steps, too."""
+        self._all_here = not any(one.unit.record.is_elsewhere for one in slices)
+        self._all_exact = all(one.unit.record.schema.is_exact for one in slices)
+        """Whether the state of none is rounded at random."""
         self._groups = {one.group: one.parameter for one in reversed(slices)}
         self._steps: list[MissedStep] = []
         self._dropped = 0
@@ -118,6 +130,8 @@ class Stack:
         """Slices that are told then at the latest, by the number of steps; each with its `_since`."""
         self._shared: dict[tuple[int, int, int, int], tuple[Update | None, Update]] = {}
         """Updates of slices with the same past, by id() of what was pending, which is kept alive."""
+        self._scalars: dict[tuple[int, int, int], list[tuple[Any, int]]] = {}
+        """See `_steps_of`."""
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         return iter(self._parameters)
@@ -134,24 +148,29 @@ class Stack:
                 if number in self._since and not one.parameter.requires_grad:
                     one.unit.pending  # noqa: B018 - tells it
 
-    def level(self, found: Container[int]) -> list[Slice]:
-        """Return the trained slices that are level and have no gradient in a step. found: the id() of each
-        parameter that has one.
+    def level(self, found: Container[int]) -> list[int]:
+        """Return the numbers of the trained slices that are level and have no gradient in a step. found: the
+        id() of each parameter that has one.
         """
         self._told.clear()
         return self._begin_of(self._level, found)
 
-    def told(self, found: Container[int]) -> list[Slice]:
+    def told(self, found: Container[int]) -> list[int]:
         """Return those that are so since `level`, or this, was called."""
         told, self._told = self._told, []
         return self._begin_of(told, found)
 
-    def _begin_of(self, numbers: Iterable[int], found: Container[int]) -> list[Slice]:
-        level = [one for number in numbers if id((one := self._slices[number]).parameter) not in found]
+    def _begin_of(self, numbers: Iterable[int], found: Container[int]) -> list[int]:
+        ids, parameters = self._ids, self._parameters
+        level = [number for number in numbers if ids[number] not in found]
         if self._all_train:  # each look at one of many, which the CPU has not in its caches, would cost
             return level
         with torch._C.DisableTorchFunctionSubclass():
-            return [one for one in level if one.parameter.requires_grad]
+            return [number for number in level if parameters[number].requires_grad]
+
+    def slices(self, numbers: Iterable[int]) -> Iterable[Slice]:
+        """Return slices by their numbers."""
+        return map(self._slices.__getitem__, numbers)
 
     def due(self) -> Iterator[Unit]:
         """Yield the units of slices that have missed as many steps as they may; also where they were told of
@@ -169,24 +188,37 @@ class Stack:
         Raises: ValueError for options out of range.
         """
         for group, parameter in self._groups.items():
+            if step.has(group):
+                continue
             count = self._counts.get(parameter, {}).get("step", 0)
             since = self._since.get(self._numbers[id(parameter)], self._now)
             recipe, options = options_of(parameter)
             step.keep(group, recipe, options, count + 1 + self._now - since)
 
-    def begin(self, one: Slice, before: Update | None) -> None:
-        """Have a level slice miss all steps from the next one noted on. before: what is pending for it."""
-        number, now, limit = self._numbers[id(one.parameter)], self._now, most_misses(one.unit)
-        waits = 0.0 if before is None else before.misses
-        more = int(limit - waits) if one.may_wait and waits < limit else 1
-        self._due.setdefault(now + more, []).append((number, now))
-        one.unit.owe(one.at, self)
-        self._since[number] = now  # no call in between: a Ctrl-C finds both, or neither
-        del self._level[number]
+    def tell_beside(self, numbers: Iterable[int]) -> None:
+        """Have other slices of the units of these slices be level, too, which then begin to miss steps with
+        them.
+        """
+        for one in () if self._alone else self.slices(numbers):
+            one.unit.pending  # noqa: B018 - tells them
+
+    def begin(self, numbers: Iterable[int]) -> None:
+        """Have level slices miss all steps from the next one noted on."""
+        now, due, since, level = self._now, self._due, self._since, self._level
+        for number in numbers:
+            one, more = self._slices[number], self._limits[number]
+            before = one.unit.owe(one.at, self)
+            if before is not None or not one.may_wait:
+                waits = 0.0 if before is None else before.misses
+                more = int(more - waits) if one.may_wait and waits < more else 1
+            due.setdefault(now + more, []).append((number, now))
+            since[number] = now  # no call in between: a Ctrl-C finds both, or neither
+            del level[number]
 
     def note(self, step: MissedStep) -> None:
         """Note a step for all slices that are not level."""
         self._shared.clear()
+        self._scalars.clear()
         late = [one for one in self._due.pop(self._now, ()) if self._since.get(one[0]) == one[1]]
         if late:  # an error, or a Ctrl-C, has kept them from being told
             self._due.setdefault(self._now + 1, []).extend(late)
@@ -202,13 +234,15 @@ class Stack:
         since = self._since.get(number)
         if since is None:
             return
-        one, steps = self._slices[number], self._steps[since - self._dropped :]
+        one, steps = self._slices[number], self._now - since
         if steps:
-            count = self._counts.setdefault(parameter, {})
-            before, now = count.get("step", 0), count.get("step", 0) + len(steps)
-            decides = not one.unit.record.is_elsewhere  # else the ranks that have it update it
-            missed = self._missed(one, pending.get(one.at), since, before) if decides else None
-            count["step"] = now  # no call from here on: a Ctrl-C finds all of it, or nothing
+            count = self._counts.get(parameter)
+            if count is None:
+                count = self._counts[parameter] = {}
+            begun = count.get("step", 0)
+            decides = self._all_here or not one.unit.record.is_elsewhere  # else ranks that have it update it
+            missed = self._missed(one, pending.get(one.at), since, begun) if decides else None
+            count["step"] = begun + steps  # no call from here on: a Ctrl-C finds all of it, or nothing
             if missed is not None:
                 pending[one.at] = missed
         self._level[number] = None
@@ -217,22 +251,33 @@ class Stack:
 
     def _missed(self, one: Slice, before: Update | None, since: int, begun: int) -> Update:
         """Return what is pending for a slice with all that it missed since, before which it had `begun`."""
-        steps, group = self._steps[since - self._dropped :], one.group
-        rounds = not one.unit.record.schema.is_exact
+        group, rounds = one.group, not (self._all_exact or one.unit.record.schema.is_exact)
         past = (id(before), since, group, begun)
         if not rounds and (shared := self._shared.get(past)) is not None:
             return shared[1]
-        missed = []
-        for count, step in enumerate(steps, begun + 1):
-            key = kernels.state_key(step.seed, one.position, count) if rounds else 0
-            missed.append((step.scalars(group, count), key))
+        missed = self._steps_of(one, since, begun, rounds=rounds)
         if before is None:
-            after = Update.of_zeros(missed, steps[0].recipe(group))
+            after = Update.of_zeros(missed, self._steps[since - self._dropped].recipe(group))
         else:
             after = before.then_missed(missed)
         if not rounds and (before is None or not before.has_gradient):
             self._shared[past] = before, after
         return after
+
+    def _steps_of(self, one: Slice, since: int, begun: int, *, rounds: bool) -> list[tuple[Any, int]]:
+        """Return the scalars and keys of the steps that a slice missed since: the same as of many others,
+        unless its state is rounded.
+        """
+        past = since, one.group, begun
+        if not rounds and (known := self._scalars.get(past)) is not None:
+            return known
+        missed = []
+        for count, step in enumerate(self._steps[since - self._dropped :], begun + 1):
+            key = kernels.state_key(step.seed, one.position, count) if rounds else 0
+            missed.append((step.scalars(one.group, count), key))
+        if not rounds:
+            self._scalars[past] = missed
+        return missed
 
     def tell_all(self) -> None:
         """Have all slices be level."""
@@ -249,7 +294,8 @@ class MissedSteps:
         self._of: dict[int, Stack] = {}
         self._known: Hashable = None
         self._in_use: list[Stack] = []
-        self._begin: list[tuple[Stack, Slice]] = []
+        self._begin: list[tuple[Stack, list[int]]] = []
+        """Of each stack in use the numbers of the slices that begin to miss steps."""
         self._found: Collection[int] = ()
         self._all_told = True
         self._frozen_as_of: dict[Stack, Hashable] = {}
@@ -289,8 +335,8 @@ class MissedSteps:
             if self._frozen_as_of.get(stack) != freezes:
                 stack.tell_frozen()
                 self._frozen_as_of[stack] = freezes
-        self._begin = [(stack, one) for stack in self._in_use for one in stack.level(found)]
-        return [one for _, one in self._begin]
+        self._begin = [(stack, stack.level(found)) for stack in self._in_use]
+        return _slices(self._begin)
 
     def due(self) -> Iterator[Unit]:
         """Yield the units that are not to miss a further step."""
@@ -307,14 +353,17 @@ class MissedSteps:
         """
         for stack in self._in_use:
             stack.keep_options(step, options_of)
-        for _, one in self._begin:
-            one.unit.pending  # noqa: B018 - tells the unit's other slices, too, which then begin as well
-        level = [*self._begin, *((stack, one) for stack in self._in_use for one in stack.told(self._found))]
-        begin = [(stack, one, one.unit.pending.get(one.at)) for stack, one in level]
+        for stack, numbers in self._begin:
+            stack.tell_beside(numbers)
+        begin = [*self._begin, *((stack, stack.told(self._found)) for stack in self._in_use)]
         self._all_told = False
-        for stack, one, before in begin:
-            stack.begin(one, before)
+        for stack, numbers in begin:
+            stack.begin(numbers)
         for stack in self._in_use:
             stack.note(step)
         self._found, self._in_use, self._begin = (), [], []
-        return [one for _, one, _ in begin]
+        return _slices(begin)
+
+
+def _slices(numbers: Iterable[tuple[Stack, Iterable[int]]]) -> list[Slice]:
+    return [one for stack, some in numbers for one in stack.slices(some)]

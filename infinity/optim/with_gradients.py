@@ -44,6 +44,12 @@ class WithGradients:
     ) -> list[tuple[dict[str, Any], nn.Parameter]]:
         """Return the parameters that have a gradient, with their groups, in order. watches: of all slices."""
         self.sort(groups, watches)
+        return self.as_sorted(groups, watches)
+
+    def as_sorted(
+        self, groups: Sequence[dict[str, Any]], watches: Sequence[SliceWatch]
+    ) -> list[tuple[dict[str, Any], nn.Parameter]]:
+        """Do so right after `sort`, which compares all parameters with those that it knows."""
         having: list[tuple[int, int, nn.Parameter]] = []
         with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
             for number, (places, others) in enumerate(self._others):

@@ -35,6 +35,9 @@ class Admission:
         self._expected = expected
         self._lowest = 0.0
         """Uses of the slice that has a place and is used least, as they are expected of a step."""
+        self._more: Booleans | None = None
+        self._steps = 0
+        """Which units are expected more, each, and after which step that was found."""
         self._asked_nbytes = 0
         self._average_nbytes, self._weight = 0.0, 0.0
         self._placed_nbytes = 0
@@ -43,7 +46,10 @@ class Admission:
         """Return whether slices that are about to be used are expected more, each, than the one with a place
         that is used least.
         """
-        more: Booleans = self._expected.uses_with_another(units, WAVERING) > self._lowest
+        if self._more is None or self._steps != self._expected.steps:  # once a step: layers and guesses ask
+            self._more = self._expected.uses_with_another(WAVERING) > self._lowest
+            self._steps = self._expected.steps
+        more: Booleans = self._more[units]
         return more
 
     def ask(self, nbytes: int) -> None:
@@ -73,6 +79,7 @@ class Admission:
         """Return which slices are to leave, now that a step, or a round, was counted. placed: the slices that
         have a place, and the bytes of each. free_nbytes: what nothing has.
         """
+        self._more = None
         self._average_nbytes = self._average_nbytes * _KEPT + self._asked_nbytes
         self._weight = self._weight * _KEPT + 1
         self._asked_nbytes = 0

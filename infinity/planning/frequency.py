@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,10 +68,10 @@ Counted = tuple[NDArray[np.int64], NDArray[np.float64]]
 """Units, each once, and how often each was counted."""
 
 
-def _counted(counts: Mapping[int, int]) -> Counted:
-    """Return the same as columns, which all averages take."""
-    found = np.fromiter(counts, np.int64, len(counts))
-    return found, np.fromiter(counts.values(), np.float64, len(counts))
+def _counted(units: Sequence[int]) -> Counted:
+    """Return how often each of these is there, as all averages take it."""
+    found, counts = np.unique(np.array(units, np.int64), return_counts=True)
+    return found, counts.astype(np.float64)
 
 
 class Frequencies:
@@ -84,10 +84,10 @@ class Frequencies:
         self._updates = _Followed(units, half_life_steps)
         self._touched = _Followed(units, half_life_steps)  # whether a step has any use
         self._settled_at = 0
-        # Of this step, those that have any: of many slices a step uses few.
-        self._used: dict[int, int] = {}
-        self._fetched: dict[int, int] = {}
-        self._updated: dict[int, int] = {}
+        # Of this step, one unit for each time: of many slices a step uses few.
+        self._used: list[int] = []
+        self._fetched: list[int] = []
+        self._updated: list[int] = []
         self._steps_used = np.zeros(units, np.int64)
 
     @property
@@ -102,13 +102,13 @@ class Frequencies:
         it. A unit that is pinned where it computes was not kept: what is expected must not depend on where
         the unit is placed now, or the placement would chase itself.
         """
-        self._used[unit] = self._used.get(unit, 0) + 1
+        self._used.append(unit)
         if not kept:
-            self._fetched[unit] = self._fetched.get(unit, 0) + 1
+            self._fetched.append(unit)
 
     def updated(self, unit: int) -> None:
         """Count the update of this step."""
-        self._updated[unit] = self._updated.get(unit, 0) + 1
+        self._updated.append(unit)
 
     def close_step(self) -> None:
         """Fold what this step counted into what is expected."""
@@ -145,11 +145,11 @@ class Frequencies:
         """Return `uses` of each unit."""
         return self._uses.of_all()
 
-    def uses_with_another(self, units: NDArray[np.int64], less: float) -> NDArray[np.float64]:
-        """Return the uses of these units that will be expected when a step is over that uses each once more,
-        and each of its uses counts so much `less`.
+    def uses_with_another(self, less: float) -> NDArray[np.float64]:
+        """Return the uses of each unit that will be expected when a step is over that uses it once more, and
+        each of its uses counts so much `less`.
         """
-        return self._uses.with_another(units, 1 - less)
+        return self._uses.with_another(1 - less)
 
     def share_of_steps(self, unit: int) -> float:
         """Return the share of steps that are expected to use a unit at all."""
@@ -187,7 +187,8 @@ class _Average:
         units, counts = counted
         self.sum *= self.decay
         self.sum[units] += counts
-        self.weight = self.weight * self.decay + 1
+        self.weight *= self.decay
+        self.weight += 1
         self.steps += 1
 
     def all(self) -> NDArray[np.float64]:
@@ -221,10 +222,9 @@ class _Followed:
     def of_all(self) -> NDArray[np.float64]:
         return self._all.all()
 
-    def with_another(self, units: NDArray[np.int64], count: float) -> NDArray[np.float64]:
+    def with_another(self, count: float) -> NDArray[np.float64]:
         decay = self._all.decay
-        weights = self._all.weight[units] * decay + 1
-        expected: NDArray[np.float64] = (self._all.sum[units] * decay + count) / weights
+        expected: NDArray[np.float64] = (self._all.sum * decay + count) / (self._all.weight * decay + 1)
         return expected
 
     def changed(self) -> NDArray[np.bool_] | None:

@@ -239,6 +239,17 @@ class FieldCuts:
         """Return the elements of a span."""
         return self._cut(name)[0]
 
+    def span_of(self, name: str, numel: int, nbytes: int) -> int | None:
+        """Return the span with which `numel` elements of a field take `nbytes`: that of its schema, or a
+        tile, as in runs from before fields were packed, which aligned every tile to a block. None if `nbytes`
+        matches neither: they are of another unit, or of another schema. An extent without elements has a
+        block, too.
+        """
+        for span in (self._schema.span(name, self._tile_numel), self._tile_numel):
+            if max(self._schema.stored_nbytes(name, numel, span), BLOCK) == nbytes:
+                return span
+        return None
+
     def nbytes(self, name: str, numel: int) -> int:
         """Return the bytes, in whole blocks, that `numel` elements from the start of a span take."""
         span, span_nbytes = self._cut(name)

@@ -9,7 +9,14 @@ from types import MappingProxyType
 
 import numpy as np
 
-from infinity.planning.densest import GRADIENT_DENSITY, FieldColumns, Integers, densest
+from infinity.planning.densest import (
+    GRADIENT_DENSITY,
+    FieldColumns,
+    Integers,
+    Rest,
+    densest,
+    leave_none_out,
+)
 from infinity.planning.placement import (
     HORIZON_STEPS,
     Key,
@@ -32,6 +39,36 @@ def revise_in_host(
     host memory.
     """
     rows = densest(columns, budget.host_nbytes, budget.gradient_nbytes, horizon_steps)
+    return _revised(old, keys, columns, rows, budget, horizon_steps)
+
+
+def revise_by_likely(
+    old: Placement,
+    keys: Sequence[Key],
+    columns: FieldColumns,
+    rest: Rest,
+    budget: PlacementBudget,
+    horizon_steps: int = HORIZON_STEPS,
+) -> Revision | None:
+    """Return the same from `columns` of some fields alone: of all that are placed, and those that are denser
+    than the `rest`. None where the rest may matter.
+    """
+    room = budget.host_nbytes, budget.gradient_nbytes, horizon_steps
+    rows = densest(columns, *room)
+    if not leave_none_out(columns, rows, rest, *room):
+        return None
+    return _revised(old, keys, columns, rows, budget, horizon_steps)
+
+
+def _revised(
+    old: Placement,
+    keys: Sequence[Key],
+    columns: FieldColumns,
+    rows: Integers,
+    budget: PlacementBudget,
+    horizon_steps: int,
+) -> Revision:
+    """Return how a placement becomes that of these rows, if that pays."""
     of_row = {keys[row]: row for row in rows.tolist()}
     new: Placement = MappingProxyType(dict.fromkeys(of_row, "host"))
     before = np.flatnonzero(columns.placed)

@@ -112,6 +112,7 @@ class Record:
         self._in_files: tuple[CheckpointStore, Extent] | None = None
         self.watchers: set[Callable[[], None]] = set()
         """Called when the values of fields are about to change; see records/next_fields.py."""
+        self._told: tuple[set[int], int] | None = None
 
     def __contains__(self, name: str) -> bool:
         return name in self._extents
@@ -348,27 +349,27 @@ class Record:
             call()
 
     def _moved(self) -> None:
-        self.fields = tuple(name for name in self.schema.fields if name in self._extents)
+        before, self.fields = self.fields, tuple(name for name in self.schema.fields if name in self._extents)
         several = self.shard.numel > self.tile_numel
         self.packed = frozenset(name for name in self.fields if several and self.span(name) > self.tile_numel)
         self.all_in_host = all(self.in_host(name) for name in self.fields)
         there = sum(map(self.in_device, self.fields))
         self._has_tensors, self.on_device = there > 0, 0 < there == len(self.fields)
         self._addresses = None
+        if self._told is not None and self.fields != before:
+            self._told[0].add(self._told[1])
+
+    def tell_fields(self, changed: set[int], index: int) -> None:
+        """Put `index` into `changed` whenever `fields` come or go, or may take other bytes, from now on."""
+        self._told = changed, index
 
     def home(self, name: str) -> tuple[Extent, array[int]]:
         """Return a field's extent and its checksums, as they are now."""
         return self._extents[name], self._hashes[name]
 
     def span_of(self, name: str, nbytes: int) -> int | None:
-        """Return the span with which a field takes `nbytes`: that of its schema, or a tile, as in runs from
-        before fields were packed, which aligned every tile to a block. None if `nbytes` matches neither: they
-        are of another unit, or of another schema. An extent without elements has a block, too.
-        """
-        for span in (self.schema.span(name, self.tile_numel), self.tile_numel):
-            if max(self.schema.stored_nbytes(name, self.shard.numel, span), BLOCK) == nbytes:
-                return span
-        return None
+        """Return the span with which a field takes `nbytes`; None where no record like this one has any."""
+        return self._cuts.span_of(name, self.shard.numel, nbytes)
 
     def restore(self, name: str, extent: Extent, hashes: array[int], span: int) -> None:
         """Set a field's extent, span and checksums; replace the field if the record has it."""
@@ -539,9 +540,8 @@ class Record:
         return self._addresses
 
     def note_written(self, name: str, start: int, stop: int) -> None:
-        """Mark elements [start, stop) of a field in host memory as written there.
-
-        Checksums of host memory are not compared: any value but 0 means "written".
+        """Mark elements [start, stop) of a field in host memory as written, by any checksum but 0: those of
+        host memory are not compared.
         """
         hashes, span = self._hashes[name], self.span(name)
         self.changed_in_host.add(name)

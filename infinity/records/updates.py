@@ -58,7 +58,7 @@ class Update(NamedTuple):
     def then_missed(self, steps: Sequence[tuple[Any, int]]) -> Update:
         """Return this update with further steps, by their scalars and keys, whose gradients are zeros."""
         if self.has_gradient:
-            return self._replace(after=(*self.after, *steps))
+            return Update(*self[:-1], (*self.after, *steps))  # a third of what _replace takes
         *missed, (scalars, key) = steps
         earlier = (*self.missed, (self.scalars, self.key), *missed)
         return self._replace(scalars=scalars, key=key, missed=earlier)

@@ -4,16 +4,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from operator import is_
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from infinity.planning.densest import FieldColumns, Integers, numbered
+from infinity.planning.densest import FieldColumns, Integers, Rest, numbered
 from infinity.planning.frequency import Frequencies
 from infinity.planning.placement import Key
 from infinity.records.record import Record
 from infinity.units.unit import Unit
+
+_LIKELY, _LEAST_LIKELY = 4, 64
+"""Times the units that have room, and how many at least, that are looked at before all are."""
 
 
 class AllFields:
@@ -22,8 +24,10 @@ class AllFields:
     def __init__(self, units: Sequence[Unit]) -> None:
         """Of units whose records may get and lose fields later."""
         self._units = units
-        self._seen: list[tuple[str, ...]] = []
-        """The fields of each unit that the columns are of."""
+        self._changed: set[int] = set()
+        """Places of units whose fields may be others than the columns are of, or take other bytes."""
+        self._seen: list[tuple[str, ...]] | None = None
+        """The fields of each unit that the columns are of; None before the first look."""
         self.keys: list[Key] = []
         """Of each row."""
         self.nbytes: Integers = np.zeros(0, np.int64)
@@ -33,21 +37,26 @@ class AllFields:
         self._is_hi = self._derived = np.zeros(0, np.bool_)
         self._in_bits: list[int] = []
         """Rows of weights that are packed in a checkpoint's files, or were."""
+        for place, unit in enumerate(units):
+            unit.record.tell_fields(self._changed, place)
 
     def look(self) -> None:
-        """See which fields there are now."""
-        seen = [unit.record.fields for unit in self._units]
-        if seen != self._seen:
+        """See which fields there are now, of those records that have told of others since the last time."""
+        if self._seen is None:
             self._read()
-        elif not all(map(is_, seen, self._seen)):  # those that have moved, or came from a checkpoint, anew
-            for unit, fields, before in zip(self._units, seen, self._seen, strict=True):
-                if fields is not before:
-                    for name in fields:
-                        self.nbytes[self._row[unit.index, name]] = unit.record.field_nbytes(name)
-        self._seen = seen
+        while self._changed and self._seen is not None:
+            place = self._changed.pop()
+            unit, before = self._units[place], self._seen[place]
+            if unit.record.fields != before:
+                self._read()
+                continue
+            for name in before:  # it came from a checkpoint
+                self.nbytes[self._row[unit.index, name]] = unit.record.field_nbytes(name)
 
     def _read(self) -> None:
-        fields = [(unit, name) for unit in self._units for name in unit.record.fields]
+        self._changed.clear()  # first: others may come meanwhile
+        self._seen = [unit.record.fields for unit in self._units]
+        fields = [(unit, name) for unit, names in zip(self._units, self._seen, strict=True) for name in names]
         self.keys = [(unit.index, name) for unit, name in fields]
         self._row = {key: row for row, key in enumerate(self.keys)}
         self.nbytes = np.array([unit.record.field_nbytes(name) for unit, name in fields], np.int64)
@@ -61,20 +70,21 @@ class AllFields:
             if name == "hi" and unit.record.packed_nbytes is not None
         ]
 
+    @property
+    def any_packed(self) -> bool:
+        """Whether any weights are packed in a checkpoint's files, or were."""
+        return bool(self._in_bits)
+
     def columns(
         self,
         expected: Frequencies,
         placed: Iterable[Key],
-        packed_nbytes: Callable[[Record, str], int | None] | None,
+        packed_nbytes: Callable[[Record, str], int | None] | None = None,
     ) -> FieldColumns:
         """Return them with what a step, or a round, is expected to read and write of them.
 
         packed_nbytes: what a field takes in host memory where it stays packed there; None where none does.
         """
-        fetches, updates = expected.fetches_of_all()[self._unit], expected.updates_of_all()[self._unit]
-        reads = np.where(self._is_hi, fetches - np.where(self._derived, updates, 0.0), updates)
-        there = np.zeros(len(self.keys), np.bool_)
-        there[[self._row[key] for key in placed]] = True
         nbytes = self.nbytes
         if packed_nbytes is not None and self._in_bits:
             nbytes = nbytes.copy()
@@ -82,4 +92,34 @@ class AllFields:
                 unit, name = self.keys[row]
                 packed = packed_nbytes(self._units[unit].record, name)
                 nbytes[row] = nbytes[row] if packed is None else packed
-        return FieldColumns(self._unit, self._field, nbytes, reads + updates, there)
+        return self._columns(np.arange(len(self.keys)), nbytes, expected, placed)
+
+    def likely(
+        self, expected: Frequencies, placed: Mapping[Key, object], room_nbytes: int
+    ) -> tuple[list[Key], FieldColumns, Rest] | None:
+        """Return, of many units, the fields of those that are used and updated most, some times more than
+        have room, and all that are placed; with what is known of the others. None where there are not that
+        many.
+        """
+        count = len(self._units)
+        some = _LEAST_LIKELY + _LIKELY * count * room_nbytes // max(1, int(self.nbytes.sum()))
+        if 2 * some > count:
+            return None
+        updates = expected.updates_of_all()
+        most = np.maximum(expected.fetches_of_all(), updates) + updates  # no field of a unit is denser
+        rest = float(np.partition(most, count - some)[count - some])
+        looked_at = most > rest
+        looked_at[[unit for unit, _ in placed]] = True
+        rows = np.flatnonzero(looked_at[self._unit])
+        columns = self._columns(rows, self.nbytes[rows], expected, placed)
+        return [self.keys[row] for row in rows.tolist()], columns, Rest(rest, int(self.nbytes.min()))
+
+    def _columns(
+        self, rows: Integers, nbytes: Integers, expected: Frequencies, placed: Iterable[Key]
+    ) -> FieldColumns:
+        units = self._unit[rows]
+        fetches, updates = expected.fetches_of_all()[units], expected.updates_of_all()[units]
+        reads = np.where(self._is_hi[rows], fetches - np.where(self._derived[rows], updates, 0.0), updates)
+        there = np.zeros(len(self.keys), np.bool_)
+        there[[self._row[key] for key in placed]] = True
+        return FieldColumns(units, self._field[rows], nbytes, reads + updates, there[rows])

@@ -35,7 +35,7 @@ from infinity.lane.lane import StreamLane
 from infinity.lane.passes import LeavePass
 from infinity.planning.admission import Admission
 from infinity.planning.frequency import Frequencies
-from infinity.planning.many_slices import revise_in_host
+from infinity.planning.many_slices import revise_by_likely, revise_in_host
 from infinity.planning.placement import (
     HORIZON_STEPS,
     REVISED_EVERY,
@@ -102,8 +102,8 @@ class Pins:
         """What fields that are placed in host memory take there, of each unit."""
         self._gradient_nbytes = 0
         self._to_host: deque[Move] = deque()
-        self._admitted: dict[Key, Tier] = {}
-        """What has taken free room since the placement was decided."""
+        self._admitted: dict[Key, int] = {}
+        """What has taken free room since the placement was decided, and the bytes of it."""
         self._slices = np.zeros(len(units), np.bool_)
         """Units that have asked for some."""
         self._admission = Admission(frequencies)
@@ -154,14 +154,17 @@ class Pins:
         if self._nvme is self._host or self._to_host:
             return
         # What waits where it computes is not fetched.
-        units = [one for one in units if one.residence.fetch is None and one.record.packed_nbytes is None]
-        numbers = np.fromiter((one.index for one in units), np.int64, len(units))
+        idle = [one.index for one in units if one.residence.fetch is None]
+        self._fields.look()
+        if self._fields.any_packed:
+            idle = [one for one in idle if self._units[one].record.packed_nbytes is None]
+        numbers = np.array(idle, np.int64)
         self._slices[numbers] = True
         admission = self._admission_in_rounds if self._rounds else self._admission
         if admission is None or not (self._rounds or self._steps):
             return
         for number in np.flatnonzero(admission.expects_more(numbers)).tolist():
-            self._admit(units[number], admission)
+            self._admit(self._units[idle[number]], admission)
 
     def _admit(self, unit: Unit, admission: Admission) -> None:
         """Let a slice have free room that is expected to be used more than another that has some."""
@@ -183,8 +186,7 @@ class Pins:
 
     def _take(self, record: Record, keys: Sequence[Key]) -> None:
         for key in keys:
-            self._admitted[key] = "host"
-            size = record.field_nbytes(key[1])
+            size = self._admitted[key] = record.field_nbytes(key[1])
             self._kept.set_aside(size)
             record.targets[key[1]] = self._host.allocate_promised(size)
 
@@ -196,7 +198,9 @@ class Pins:
         leaving = admission.close_step(placed, self._host_nbytes[placed], max(0, self._free_nbytes()))
         nbytes_of = {key: nbytes for unit in leaving for key, nbytes in self._in_host(unit).items()}
         self._leave([Move(*key, nbytes, "host", "nvme") for key, nbytes in nbytes_of.items()])
-        self._drop(nbytes_of.keys())
+        for key in nbytes_of:
+            del self._placement[key]
+        self._host_nbytes[leaving] = 0
 
     def _in_host(self, unit: int) -> dict[Key, int]:
         """Return the fields of a unit that are placed in host memory, with what they take."""
@@ -210,10 +214,10 @@ class Pins:
             self._host_nbytes[unit] = sum(self._in_host(unit).values())
 
     def _place_admitted(self) -> None:
-        if self._admitted:
-            self._placement.update(self._admitted)
-            self._count_in_host({unit for unit, _ in self._admitted})
-            self._admitted.clear()
+        for key, nbytes in self._admitted.items():
+            self._placement[key] = "host"
+            self._host_nbytes[key[0]] += nbytes
+        self._admitted.clear()
 
     def _lodge(self, *, moves: bool) -> None:
         """Let units live on the device, as they are placed; whole records come up if anything `moves`."""
@@ -286,9 +290,7 @@ class Pins:
         fields = self._fields
         fields.look()
         if self._tier is None and self._nvme is not self._host and fields.nbytes.all():
-            packed = self._packed_nbytes if self._packs else None
-            columns = fields.columns(expected, self._placement, packed)
-            return revise_in_host(self._placement, fields.keys, columns, budget, horizon_steps)
+            return self._revision_in_host(expected, budget, horizon_steps)
         candidates, old = list(self._candidates(expected)), self._placement
         if records is not None:
             old = {key: tier for key, tier in old.items() if key[0] not in records}
@@ -301,6 +303,22 @@ class Pins:
             return revise(old, candidates, budget, horizon_steps)
         agreed = partial(_are_same, self._same) if by_all else _never
         return revise_in_turn(old, candidates, budget, horizon_steps, agreed)
+
+    def _revision_in_host(
+        self, expected: Frequencies, budget: PlacementBudget, horizon_steps: int
+    ) -> Revision:
+        """Decide between host memory and NVMe: of many slices by those alone that are used most, as long as
+        that decides the same.
+        """
+        old, fields = self._placement, self._fields
+        likely = None
+        if not (self._packs and fields.any_packed):
+            likely = fields.likely(expected, old, budget.host_nbytes)
+        if likely is not None and (found := revise_by_likely(old, *likely, budget, horizon_steps)):
+            return found
+        packed = self._packed_nbytes if self._packs else None
+        columns = fields.columns(expected, old, packed)
+        return revise_in_host(old, fields.keys, columns, budget, horizon_steps)
 
     def _forget_own(self) -> None:
         """Forget the place of what has left its checkpoint's files since, where that is no longer its own.

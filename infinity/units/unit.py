@@ -34,7 +34,7 @@ from infinity.lane.fetch import UpdatePass
 from infinity.planning.layout import FlatLayout
 from infinity.planning.residence import Residence
 from infinity.records.record import Record
-from infinity.records.updates import MissedUpdates, PendingUpdates
+from infinity.records.updates import MissedUpdates, PendingUpdates, Update
 from infinity.records.weights import compute_dtype
 from infinity.tensors import is_distributed
 from infinity.units.attached import DATA, Attached, set_changes
@@ -48,12 +48,9 @@ _set_data = DATA.__set__
 
 
 class AttachedWatch(Protocol):
-    """What looks at parameters that are assigned to while they are attached."""
+    """What looks at parameters that may have been assigned to while they were attached."""
 
-    def attached(self, parameters: list[nn.Parameter]) -> None:
-        """See slice_watch.SliceWatch."""
-
-    def released(self, parameters: list[nn.Parameter]) -> None:
+    def attached(self, unit: Unit) -> None:
         """See slice_watch.SliceWatch."""
 
 
@@ -124,9 +121,12 @@ class Unit:
             self._tell_missed()
         return self._pending
 
-    def owe(self, index: int, missed: MissedUpdates) -> None:
-        """Have `missed` asked, when somebody looks at what is pending next."""
+    def owe(self, index: int, missed: MissedUpdates) -> Update | None:
+        """Have `missed` asked, when somebody looks at what is pending next; return what is pending for the
+        parameter now.
+        """
         self._owed[index] = missed
+        return self._pending.get(index)
 
     def _tell_missed(self) -> None:
         for index, missed in list(self._owed.items()):
@@ -141,7 +141,8 @@ class Unit:
     @property
     def owes_all(self) -> bool:
         """Whether all that is pending is of parameters that miss more steps meanwhile."""
-        return bool(self._owed) and self._owed.keys() >= self._pending.keys()
+        owed = self._owed
+        return bool(owed) and (len(owed) == len(self.parameters) or owed.keys() >= self._pending.keys())
 
     @property
     def name(self) -> str:
@@ -186,10 +187,10 @@ class Unit:
             set_changes(parameter, self.changes)
 
     def watch_by(self, watch: AttachedWatch) -> None:
-        """Tell `watch` each time that the parameters are attached, and about to be released."""
+        """Tell `watch` each time that the parameters are attached."""
         self._watch = watch
         if self.attached:
-            watch.attached(self.parameters)
+            watch.attached(self)
 
     def live_in(self, blocks: Blocks) -> None:
         """Become resident in other blocks than it was opened with, before it has been."""
@@ -339,9 +340,9 @@ class Unit:
             parameter.__class__ = kind
             _set_data(parameter, values)
         self.changes.begin(self._views)
-        self.attached, self.aside = True, aside
         if self._watch is not None:
-            self._watch.attached(self.parameters)
+            self._watch.attached(self)  # first: after an interrupt it knows
+        self.attached, self.aside = True, aside
 
     def guard(self) -> None:
         """Have `changes` asked, from now on, before an attached parameter is assigned to."""
@@ -373,8 +374,6 @@ class Unit:
     def detach(self) -> None:
         """Put the guard on the parameters; the storage stays as it is."""
         saved = self.saved()
-        if self._watch is not None:
-            self._watch.released(self.parameters)
         self.attached = self.aside = False  # first: after an interrupt here all of them are attached again
         self.changes.end()
         if self.distributed:

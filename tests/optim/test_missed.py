@@ -26,6 +26,7 @@ class FakeUnit:
 
     def owe(self, index, owed):
         self.owed[index] = owed
+        return self.told.get(index)
 
     @property
     def pending(self):
@@ -45,10 +46,9 @@ def noted(stack, *found, clip=1.0, options=OPTIONS, seed=3):
     step = MissedStep(clip, seed)
     stack.keep_options(step, lambda _: (ADAMW, options))
     begin = stack.level({id(one.parameters[0]) for one in found})
-    for one in begin:
-        stack.begin(one, one.unit.pending.get(0))
+    stack.begin(begin)
     stack.note(step)
-    return [one.unit for one in begin]
+    return [one.unit for one in stack.slices(begin)]
 
 
 def test_a_slice_is_told_what_it_missed_when_it_is_looked_at_and_its_steps_are_counted():

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import plain_choice
-from infinity.planning.densest import FieldColumns, numbered
+from infinity.planning.densest import FieldColumns, Rest, numbered
 from infinity.planning.frequency import Frequencies
-from infinity.planning.many_slices import revise_in_host
+from infinity.planning.many_slices import revise_by_likely, revise_in_host
 from infinity.planning.placement import Candidate, PlacementBudget, choose, revise
 
 FIELDS = ("hi", "lo", "m", "v")
@@ -66,3 +66,35 @@ def test_a_revision_by_arrays_is_that_of_one_candidate_after_the_other():
         moved += len(found.moves)
         old = found.placement
     assert len(old) > 10 < moved
+
+
+@pytest.mark.parametrize("gradient_nbytes", [0, 100, 2000])
+def test_a_revision_by_the_densest_fields_is_that_of_all_or_it_is_left_to_all(gradient_nbytes):
+    draw, by_some, units = random.Random(gradient_nbytes), 0, 100
+    keys = [(unit, name) for unit in range(units) for name in FIELDS]
+    of_row, (numbers, _) = np.repeat(np.arange(units), len(FIELDS)), numbered(FIELDS * units)
+    nbytes = np.tile([20, 20, 40, 40], units)
+    for _ in range(60):
+        rates = np.array([3 / (1 + draw.randrange(units)) for _ in range(units)])
+        density = rates[of_row] * np.tile([1.5, 1.0, 1.0, 1.0], units)
+        placed = np.array([draw.random() < 0.05 for _ in keys])
+        rest = float(np.quantile(density, draw.choice([0.5, 0.8, 0.95])))
+        rows = np.flatnonzero((density > rest) | placed)
+        budget = PlacementBudget(0, draw.choice([100, 900, 3000]), gradient_nbytes)
+        old = {keys[row]: "host" for row in np.flatnonzero(placed)}
+        every = FieldColumns(of_row, numbers, nbytes, density, placed)
+        some = FieldColumns(of_row[rows], numbers[rows], nbytes[rows], density[rows], placed[rows])
+        found = revise_by_likely(old, [keys[row] for row in rows], some, Rest(rest, 20), budget)
+        if found is not None:
+            expected = revise_in_host(old, keys, every, budget)
+            assert found == expected
+            assert list(found.placement) == list(expected.placement), "in the same order"
+            by_some += 1
+    assert 0 < by_some < 60
+
+
+def test_fields_of_no_use_decide_nothing():
+    some = FieldColumns(*(np.array([one]) for one in (0, 0, 8, 1.0, False)))
+    found = revise_by_likely({}, [(0, "hi")], some, Rest(0.0, 8), PlacementBudget(0, 100, 0))
+    assert found is not None
+    assert list(found.placement) == [(0, "hi")]

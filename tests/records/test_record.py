@@ -404,3 +404,15 @@ def test_parameters_get_their_names_in_the_finished_model():
     ]
     with pytest.raises(ValueError, match="zip"):
         record.rename(["model.a"])
+
+
+def test_a_record_tells_when_it_has_other_fields_and_not_when_one_is_moved():
+    changed, record = set(), record_of(TILE)
+    record.tell_fields(changed, 3)
+    record.add("hi", host())
+    assert changed == {3}
+    changed.clear()
+    record.move("hi", host().allocate(record.field_nbytes("hi"), "hi"), record.new_hashes("hi"))
+    assert not changed
+    record.drop("hi")
+    assert changed == {3}

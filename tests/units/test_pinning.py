@@ -2,6 +2,8 @@
 the steps: uses are counted and records updated as an engine does.
 """
 
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,6 +23,7 @@ from infinity.records.record import Record, Traffic
 from infinity.records.updates import Update
 from infinity.storage.memory import Ledger, Pool
 from infinity.storage.store import HostStore
+from infinity.units import all_fields
 from infinity.units.pinning import Pins
 from infinity.units.unit import Unit
 
@@ -566,3 +569,24 @@ def test_what_leaves_its_files_without_nvme_is_placed_no_longer(tier, waiting):
         assert torch.equal(model.master(1), torch.full((TILE,), 7.0))
     finally:
         model.lane.close()
+
+
+def test_of_many_units_the_likely_alone_are_ranked_and_placed_as_if_all_were(made, monkeypatch):
+    monkeypatch.setattr(all_fields, "_LEAST_LIKELY", 1)
+    monkeypatch.setattr(all_fields, "_LIKELY", 2)
+    draw, count, found = random.Random(2), 60, []
+    some, every = (made(count, 4 * (HI + LO + M + V) + 3 * GRADIENT, inline=True) for _ in range(2))
+    likely = some.pins._fields.likely
+    monkeypatch.setattr(some.pins._fields, "likely", lambda *args: found.append(likely(*args)) or found[-1])
+    monkeypatch.setattr(every.pins._fields, "likely", lambda *_: None)
+    weights = [1 / (1 + unit) for unit in range(count)]
+    for step in range(24):
+        if step == 12:
+            draw.shuffle(weights)
+        used = sorted(set(draw.choices(range(count), weights, k=8)))
+        for model in (some, every):
+            model.step(used, updated=used)
+        assert some.pins._placement == every.pins._placement
+        assert some.pinned() == every.pinned()
+    assert any(one is not None for one in found)
+    assert some.pins.revisions == every.pins.revisions > 1

@@ -15,6 +15,8 @@ def test_what_looks_slices_up_is_counted_while_it_is_watched_and_left_as_it_was(
     row = lookups.measured(40, options, folder)
     assert (row["slices"], row["used"]) == (40, 4)
     assert set(row["each"]) >= {"Frequencies.used", "Pins.close_step", "OffloadedOptimizer._note_missed"}
+    assert sum(row["each"].values()) == pytest.approx(row["finding"] + row["noting"])
+    assert row["share"] / row["finding_share"] == pytest.approx(1 + row["noting"] / row["finding"])
     assert [getattr(kind, name) for kind, name in lookups.LOOKED_UP] == before
 
 
@@ -26,5 +28,5 @@ def test_a_second_is_counted_once_and_not_at_all_in_what_a_function_has_begun(mo
     outer = watch.timed(lambda: (inner(), begun()), "outer")
     outer()
     assert watch.seconds == {"outer": 3.0, "inner": 1.0}
-    assert watch.without_counting(0.0) == {"outer": 2.0, "inner": 0.0}, "each reading takes a second"
-    assert watch.without_counting(0.5) == {"outer": 1.5, "inner": -0.5}
+    assert watch.without_counting(0.0) == {"outer": 0.0, "inner": 0.0}, "each reading takes a second"
+    assert watch.without_counting(0.5) == {"outer": -0.5, "inner": -0.5}

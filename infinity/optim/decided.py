@@ -1,0 +1,83 @@
+"""Which units have updates that earlier steps decided, and which of these cannot wait until a step decides
+more.
+
+An update may wait for the next use of its unit; see [Note: missed steps] in base. Of many slices thousands
+wait so after each step. One that was decided with its gradient in the record, and without missed steps before
+it, may wait as long as its slice may miss steps. That is known to the slice's stack, so that it is not looked
+at here; see [Note: steps of a stack] in missed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from operator import attrgetter
+
+from infinity.optim.missed import most_misses
+from infinity.records.updates import Update
+from infinity.units.unit import Unit
+
+
+class DecidedUpdates:
+    """The units of one optimizer for which updates were decided, and may be pending."""
+
+    def __init__(self) -> None:
+        """There are none."""
+        self._units: dict[Unit, float] = {}
+        """With the most steps with gradients of zeros of any update that was decided: see `_misses`."""
+
+    def __contains__(self, unit: object) -> bool:
+        """Whether updates that were decided may be pending for a unit."""
+        return unit in self._units
+
+    def add(self, unit: Unit, update: Update) -> None:
+        """Note an update that was decided, and put with its unit."""
+        misses = _misses(update)
+        if misses > self._units.get(unit, -1.0):
+            self._units[unit] = misses
+
+    def leave(self, units: Iterable[Unit]) -> None:
+        """Forget units: what is pending for them is known elsewhere."""
+        for unit in units:
+            self._units.pop(unit, None)
+
+    def that_cannot_wait(
+        self, busy: Iterable[Unit], begin: Iterable[Unit], overdue: Iterable[Unit]
+    ) -> list[Unit]:
+        """Begin a step; return the units whose updates have to be applied before its own, in order: ranks may
+        orthogonalize. busy: units for which it decides others. begin: those of slices that begin to miss
+        steps. overdue: those of slices that may miss no further one.
+        """
+        decided, self._units = self._units, {}
+        anew = set(busy)
+        looked_at = {*anew, *overdue, *(unit for unit in begin if unit not in decided)}
+        for unit, misses in decided.items():
+            if misses:
+                looked_at.add(unit)
+            elif unit not in looked_at:
+                self._units[unit] = misses
+        known: dict[int, tuple[Update, float]] = {}  # many slices share an update, which is kept alive
+        found = []
+        for unit in looked_at:
+            if not unit.pending:
+                continue
+            if unit in anew or _most(unit.pending.values(), known) >= most_misses(unit):
+                found.append(unit)
+            elif unit in decided:
+                self._units[unit] = decided[unit]
+        return sorted(found, key=attrgetter("index"))
+
+
+def _misses(update: Update) -> float:
+    """Return the steps with gradients of zeros that an update has; infinity where it may not wait at all."""
+    return update.misses if update.may_miss else math.inf
+
+
+def _most(updates: Iterable[Update], known: dict[int, tuple[Update, float]]) -> float:
+    """Return the most steps of any of these. known: by id() of an update, what was found."""
+    most = 0.0
+    for one in updates:
+        if id(one) not in known:
+            known[id(one)] = one, _misses(one)
+        most = max(most, known[id(one)][1])
+    return most
