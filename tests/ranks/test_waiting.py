@@ -75,3 +75,12 @@ def test_a_slow_wait_warns_of_the_late_rank_and_how_far_it_is(ranks, caplog):
     (message,) = [one.getMessage() for one in caplog.records]
     assert "waited 0 s at compare plans: rank 1 has not come. Likely cause: " in message
     assert "up to the timeout of 60 s; rank 1 has begun 0 forwards, this rank 1: it may" in message
+
+
+def test_a_slow_wait_tells_what_a_late_rank_has_said_of_why_it_does_not_come(ranks, caplog):
+    caplog.set_level(logging.WARNING, "infinity")
+    waiting.store().set("engine/1", "UnsupportedError: a second backward")
+    with ranks[2].alone("saving"):
+        ranks[0].until(Work(4), "compare plans")
+    (message,) = [one.getMessage() for one in caplog.records]
+    assert ": rank 1 has not come, and says: UnsupportedError: a second backward. Likely cause" in message
