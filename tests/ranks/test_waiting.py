@@ -43,6 +43,7 @@ def ranks(monkeypatch):
     monkeypatch.setattr(waiting, "store", lambda: kept)
     monkeypatch.setattr(waiting, "TELLS_S", 0.01)
     monkeypatch.setattr(waiting, "LOOKS_S", 0.02)
+    monkeypatch.setattr(waiting, "_APART_S", 0.05)
     return [Waiting("engine", rank, 3, 60.0, Names([0, 1, 2], rank)) for rank in range(3)]
 
 
