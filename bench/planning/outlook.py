@@ -388,8 +388,11 @@ def _in_a_step(found: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _ranks(one: Planned) -> str:
-    ranks = one.setting.ranks
-    return "one rank" if ranks == 1 else f"{ranks} ranks, {one.setting.local_ranks} on each machine"
+    setting = one.setting
+    if setting.ranks == 1:
+        return "one rank"
+    shares = ", with memory in common" * setting.shared_memory
+    return f"{setting.ranks} ranks, {setting.local_ranks} on each machine{shares}"
 
 
 def _verdict(one: Planned) -> str:

@@ -224,15 +224,12 @@ def _add_exchanges(add: Callable[..., object]) -> None:
     add("--quantized-gradients", choices=tuple(BITS), help=f"the type {sent % 'gradients'}")
     fed = "what codes leave out of gradients is added to the next, as Config(error_feedback=True)"
     add("--error-feedback", action="store_true", help=fed)
-    parts = (
-        'neighbours that keep second parts of weights, as Config(secondary_shard=...): "machine" or a number'
-    )
+    parts = 'neighbours that keep second parts of weights, Config(secondary_shard=...): "machine" or a number'
     add("--secondary-shard", type=_second, metavar="N", help=parts)
-    common = "the ranks of each machine have memory in common, as Config(shared_memory=True)"
-    add("--shared-memory", action="store_true", help=common)
-    add(
-        "--one-bit", action="store_true", help="ranks send momenta at one bit, as OneBitAdam after its freeze"
-    )
+    common = "ranks of a machine have memory in common, as Config(shared_memory=...) (where they choose it)"
+    add("--shared-memory", action=argparse.BooleanOptionalAction, help=common)
+    one_bit = "ranks send momenta at one bit, as OneBitAdam after its freeze"
+    add("--one-bit", action="store_true", help=one_bit)
 
 
 def _add_model(add: Callable[..., object]) -> None:
@@ -425,10 +422,12 @@ def _plan_one(
         quantized_gradients=chosen.quantized_gradients,
         error_feedback=chosen.error_feedback,
         secondary_shard=_neighbours(chosen),
-        shared_memory=chosen.shared_memory,
+        shared_memory=bool(chosen.shared_memory),
         one_bit=chosen.one_bit,
         method=method,
     )
+    if chosen.shared_memory is None:
+        setting = setting.by_itself()
     whole_s = (
         seconds * chosen.micro_batches if seconds is not None and not chosen.compute_seconds else seconds
     )

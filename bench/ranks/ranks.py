@@ -1,6 +1,7 @@
 """`infinity bench ranks`: steps of several ranks on this machine, beside DDP, FSDP2 and DeepSpeed ZeRO-3.
 
     infinity bench ranks --nvme DIR --ranks 2 4 --tokens 16 --peer ddp --peer fsdp2 --json ranks.json
+    infinity bench ranks --nvme DIR --ranks 1 2 4 --shared-memory  # the machine's memory, beside one rank's
 
 Ranks are processes over gloo, one thread each, that share the machine's cores. Contestants run in turn, in
 rounds; figures are medians of the rounds. Bytes sent are the kernel's count on each rank's TCP connections,
@@ -40,6 +41,8 @@ from infinity.sizes import format_size, parse_size
 HELP = "steps of several ranks on this machine, beside DDP, FSDP2 and DeepSpeed ZeRO-3"
 PEERS = {"ddp": "DDP, in memory", "fsdp2": "FSDP2, in memory", "deepspeed": "DeepSpeed ZeRO-3, NVMe"}
 """The choices of --peer; the kinds of contestant.py, with their names."""
+WITHIN, EACH = 1.05, 100 << 20
+"""What ranks with memory in common may take of their machine: so often what one takes, and so much each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +77,38 @@ class RankCase:
 def cases(
     ranks: Sequence[int], budgets: Sequence[str], peers: Sequence[str], *, shared: bool = False
 ) -> list[RankCase]:
-    """List all cases in the order of a round: for each number of ranks the peers, then Infinity. shared: each
-    budget also with memory in common.
+    """List all cases in the order of a round: for each number of ranks the peers, then Infinity; of one rank
+    Infinity alone, which the memory of several is compared with. shared: each budget also with memory in
+    common.
     """
     found = []
     for number in ranks:
-        found += [RankCase(peer, number) for peer in PEERS if peer in peers]
+        several = number > 1
+        found += [RankCase(peer, number) for peer in PEERS if peer in peers and several]
         for budget in budgets:
-            ways = (False, True) if shared else (False,)
+            ways = (False, True) if shared and several else (False,)
             found += [RankCase("infinity", number, budget, shared=way) for way in ways]
     return list(dict.fromkeys(found))
+
+
+def beside_one(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say what a machine whose ranks have memory in common takes beside what one rank does, of the same
+    budget, and whether that is within 5 % and 100 MiB for each rank.
+    """
+    alone = {row["budget"]: row["peak_machine_nbytes"] for row in rows if row["ranks"] == 1}
+    said = []
+    for row in rows:
+        one = alone.get(row["budget"])
+        if not row["shared_memory"] or not one:
+            continue
+        nbytes = row["peak_machine_nbytes"]
+        most = WITHIN * one + row["ranks"] * EACH
+        said.append(
+            f"{row['ranks']} ranks, {row['contestant']}: {nbytes / one:.2f} times the memory of one rank, "
+            f"{format_size(round(nbytes))}, {'within' if nbytes <= most else 'MORE than'} one rank's + 5 % "
+            f"+ 100 MiB a rank, {format_size(round(most))}"
+        )
+    return said
 
 
 def row_of(
@@ -152,6 +177,7 @@ def findings_of(
         ],
         verdicts=[
             *said,
+            *beside_one(rows),
             f"Llama of {rows[0]['parameters'] / 1e6:.1f} M parameters, bf16, recomputed",
             "peaks are above the imports",
         ],
@@ -172,18 +198,12 @@ def _budget(text: str) -> str:
     return text
 
 
-def _several(text: str) -> int:
-    if positive(text) == 1:
-        raise argparse.ArgumentTypeError("1: one rank is what `infinity bench step` measures; give 2 or more")
-    return int(text)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `infinity bench ranks`."""
     add = parser.add_argument
     add("--nvme", type=Path, default=Path(), metavar="DIR", help="a folder on the disk (this one)")
     add(
-        "--ranks", nargs="+", type=_several, default=[2], metavar="N", help="processes that train together; 2"
+        "--ranks", nargs="+", type=positive, default=[2], metavar="N", help="processes that train together; 2"
     )
     add("--model", choices=SHAPES, default="25m", metavar="NAME", help=f"{', '.join(SHAPES)}; 25m")
     budget = f'budgets of Infinity for the machine: sizes, "{ALL}"; 512MiB'
@@ -208,6 +228,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     check_outputs(options)
     if options.steps <= SETTLING:
         raise ConfigError(f"--steps {options.steps}: the first {SETTLING} are not counted. Ask for more.")
+    if max(options.ranks) == 1:
+        raise ConfigError("--ranks 1: one rank is what `infinity bench step` measures; name more beside it")
     entries = cases(options.ranks, options.host_memory, options.peer, shared=options.shared_memory)
     beside = "deepspeed" in options.peer
     environment = rival.environment_of(options.venv, console) if beside else OWN

@@ -182,7 +182,7 @@ class Arrivals:
         if not isinstance(grad, OffloadedGradient):
             _check_dense(grad, unit, index)
             if updater is not None and updater.applied(parameter):
-                raise UnsupportedError(applied_message(unit, "a second backward before step()"))
+                raise self._gradients.refusal(unit)
             if unit.distributed or is_distributed(grad):
                 grad = part_of(unit.parameters[index], grad, f"{unit.name}: a gradient")
             grad = plain(grad)

@@ -25,6 +25,7 @@ from infinity import aio, kernels
 from infinity.errors import InfinityError
 from infinity.planning.outline import Outline
 from infinity.ranks.machine_memory import available_nbytes, total_nbytes
+from infinity.ranks.memory_trial import why_not_by_itself
 from infinity.ranks.shared_memory import why_not_here
 from infinity.sizes import BLOCK, format_size
 from infinity.storage import disk_speed as disk
@@ -346,8 +347,8 @@ def _machine() -> Iterator[Finding]:
     if (limit := total_nbytes()[0]) < memory.total:
         found += f"; this container may use {format_size(limit)}"
     yield Finding("memory", f"{found}; host_memory is {format_size(available // 2)} by default")
-    why = why_not_here()
-    shares = f"share no memory here: {why}" if why else "may share memory, where the CPU computes"
+    why = why_not_here() or why_not_by_itself()
+    shares = f"share no memory here: {why}" if why else "share memory by themselves, where the CPU computes"
     yield Finding("several ranks", shares)
     gpus = _gpus()
     torch = _torch(gpus)

@@ -136,7 +136,7 @@ class Partition:
                 why = first_reason(self.ranks, in_short(error))
         self._buckets.share_nothing()
         self.memory = f"not possible: {why}"
-        logger.warning("ranks share no memory: %s. Config(shared_memory=False) does not try", why)
+        logger.info("ranks share no memory: %s. Config(shared_memory=False) does not try", why)
         return None
 
     def keep_second_parts(
@@ -159,12 +159,12 @@ class Partition:
         if not self._buckets.in_common:
             return
         try:
-            nbytes = share_buffers(modules, self.ranks, timeout_s)
+            nbytes = share_buffers(modules, self.ranks, timeout_s, saved=self._asked)
         except (OSError, RanksError) as error:
             if self._asked:
                 raise
             why = first_reason(self.ranks, in_short(error))
-            logger.warning("buffers lie on each rank, though weights are in memory in common: %s", why)
+            logger.info("buffers lie on each rank, though weights are in memory in common: %s", why)
             return
         logger.info("%s of buffers lie once in memory that ranks share", format_size(nbytes))
 

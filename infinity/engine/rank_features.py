@@ -21,8 +21,8 @@ from infinity.planning.coded import BITS
 from infinity.planning.together import Feature, excluded, features_of, said, why_not
 from infinity.ranks.group import Ranks
 from infinity.ranks.machines import grid_of, this_machine
-from infinity.ranks.memory_trial import why_not_together
-from infinity.ranks.shared_memory import has_nameless_memory, place_number, why_no_room
+from infinity.ranks.memory_trial import why_not_by_itself, why_not_together
+from infinity.ranks.shared_memory import has_nameless_memory, place_number
 
 logger = logging.getLogger("infinity")
 
@@ -80,7 +80,7 @@ def rank_features(config: Config, ranks: Ranks, device: Device) -> RankFeatures:
         return RankFeatures()
     asks = bool(config.shared_memory)
     mine = [config.gather_bucket_nbytes, this_machine()]
-    mine += [asks and has_nameless_memory(), asks and not why_no_room(), place_number() if asks else 0]
+    mine += [asks and has_nameless_memory(), asks and not why_not_by_itself(), place_number() if asks else 0]
     rows = ranks.of_all(mine, "compare machines")
     machines, used = [row[1] for row in rows], features_of(config)
     near = neighbours_of(config.secondary_shard, machines)
@@ -135,7 +135,7 @@ def _memory(
 ) -> tuple[bool, str]:
     """Return whether the ranks of a machine have memory in common, and why: where they choose it by
     themselves, they have tried it. rows: of each rank, from the third on, whether its system has such memory,
-    whether it may make it, and where it is reached.
+    whether nothing limits it there, and where it is reached.
 
     Raises: ConfigError where it is asked for, and there can be none.
     """
@@ -150,14 +150,14 @@ def _memory(
     if against is None and not all(row[2] for row in rows):
         against = "a system without nameless memory"
     if against is None and not all(row[3] for row in rows):
-        against = why_no_room() or "another rank's limit of file sizes"
+        against = why_not_by_itself() or "what limits another rank"
     if against is None and any(row[4] != rows[0][4] for row in rows):
         against = "ranks of several users, or containers"
     if against is not None:
         logger.info("ranks share no memory: %s", against)
         return False, f"not with {against}"
     if why := why_not_together(ranks, config.timeout_s):
-        logger.warning("ranks share no memory: tried, and %s. Config(shared_memory=False) does not try", why)
+        logger.info("ranks share no memory: tried, and %s. Config(shared_memory=False) does not try", why)
         return False, f"tried in vain: {why}"
     logger.info("ranks put weights together in memory that they share; shared_memory=False: in one each")
     return True, "chosen: one machine's CPUs"

@@ -251,8 +251,18 @@ class GradientStore:
         kernels.copy(tensor.nbytes, own.data_ptr(), tensor.data_ptr())
         return own
 
+    def refusal(self, unit: Unit) -> UnsupportedError:
+        """Return the error for a second backward of what was applied in the first, having told other ranks,
+        which may go on without one: they wait for what this one sends no more.
+        """
+        error = UnsupportedError(applied_message(unit, "a second backward before step()"))
+        self.ranks.post_failure(f"{type(error).__name__}: {error}", ends=False)
+        return error
+
     def add(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Add a further backward's gradient to the stored one, in fp32."""
+        if gradient.form is Form.APPLIED:
+            raise self.refusal(gradient.unit)
         gradient.check("a second backward before step()")
         gradient.is_added_to()
         if gradient.form is not Form.ZERO:

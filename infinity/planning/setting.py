@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from infinity.errors import ConfigError
 from infinity.planning.activations import Method
 from infinity.planning.coded import BITS
 from infinity.planning.layout import RecordSchema
 from infinity.planning.outline import UnitOutline
-from infinity.planning.together import Feature, said, why_not
+from infinity.planning.together import Feature, excluded, said, why_not
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +157,14 @@ class Setting:
             Feature.FP16: ("dtype", self.dtype == "fp16"),
         }
         return {one: said(name, getattr(self, name)) for one, (name, is_asked) in used.items() if is_asked}
+
+    def by_itself(self) -> Setting:
+        """Return it with memory in common where the ranks choose that by themselves, as Config has it where
+        nothing is said: all that share a model are on one machine, and nothing excludes it.
+        """
+        against = excluded(Feature.SHARED_MEMORY, self._features())
+        on_one = self.near(self.data_ranks) == self.data_ranks > 1
+        return replace(self, shared_memory=on_one and against is None)
 
     def _check_feedback(self) -> None:
         if self.error_feedback and self.quantized_gradients is None:

@@ -44,9 +44,10 @@ _LIBC.mmap.argtypes = (
 )
 _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_LIBC.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _FAILED = ctypes.c_void_p(-1).value
-_MAP_NORESERVE = 0x4000
-_MADV_REMOVE = 9
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_MADV_REMOVE, _MADV_POPULATE_READ = 9, 22
 _PEER = struct.Struct("3i")
 """Of SO_PEERCRED: process, user, group."""
 _RANK = struct.Struct("=q")
@@ -165,13 +166,38 @@ def make_private(buffer: Any) -> None:
         buffer[place] = buffer[place]  # the write makes the copy
 
 
+def map_now(buffer: Any) -> None:
+    """Map all pages of a mapping at once, where the kernel does that (Linux 5.14): else each few as they are
+    read.
+    """
+    _LIBC.madvise(ctypes.addressof(buffer), ctypes.sizeof(buffer), _MADV_POPULATE_READ)
+
+
+def let_be_zeros(buffer: Any, offset: int, nbytes: int) -> None:
+    """Have whole pages of a private mapping be zeros that take no memory until this rank writes there: what
+    is read through a mapping of a file takes memory, also where nothing was written to the file.
+
+    Raises: OSError.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+    place = ctypes.addressof(buffer) + offset
+    if _LIBC.mmap(place, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _FAILED:
+        raise _error(f"cannot map {nbytes} bytes of zeros")
+
+
+def is_zeros(address: int, nbytes: int) -> bool:
+    """Whether bytes of memory are all zero."""
+    first = ctypes.c_char.from_address(address).value == b"\0"
+    return first and not _LIBC.memcmp(address, address + 1, nbytes - 1)
+
+
 def _mapped(descriptor: int, offset: int, nbytes: int, flags: int, *, forks: bool = False) -> Any:
     """Map a part of a file. Raises: OSError."""
     address = _LIBC.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
     if address == _FAILED:
         raise _error(
             f"cannot map {nbytes} bytes of shared memory (vm.max_map_count limits the mappings of a process: "
-            "one for each layer that is there)"
+            "one for each layer that is there; Config(shared_memory=False) needs none)"
         )
     buffer = (ctypes.c_char * nbytes).from_address(address)
     weakref.finalize(buffer, _unmap, os.getpid(), address, nbytes).atexit = False

@@ -70,6 +70,7 @@ class Waiting:
     def __init__(self, key: str, rank: int, size: int, timeout_s: float, names: Names) -> None:
         """key: the prefix of the ranks' keys in the store. names: what messages call them."""
         self._key, self._rank, self._size = f"{key} at", rank, size
+        self._failed = key
         self._timeout_s, self._told_s, self._names = timeout_s, -_APART_S, names
         self._forwards = 0
         self._lock = threading.Lock()
@@ -154,7 +155,7 @@ class Waiting:
                 late.append(rank)
                 missing.append(
                     f"{self._names.of(rank)} "
-                    + (f"waits at {brief(others[0])}" if others else "has not come")
+                    + (f"waits at {brief(others[0])}" if others else self._reason(rank) or "has not come")
                 )
         except Exception as error:
             logger.debug("looking for late ranks", exc_info=error)
@@ -168,6 +169,14 @@ class Waiting:
                 *(self._names, LOOKS_S, brief(what)),
                 *("; ".join(missing), self._timeout_s, self.forwards_of(late)),
             )
+
+    def _reason(self, rank: int) -> str:
+        """Return what a rank has posted of why it may not go on; nothing where it has not. See
+        Ranks.post_failure.
+        """
+        meeting, key = store(), f"{self._failed}/{rank}"
+        said = brief(meeting.get(key).decode(errors="replace")) if meeting.check([key]) else ""
+        return f"has not come, and says: {said}" if said else ""
 
     def _said(self, rank: int) -> list[str]:
         meeting, key = store(), f"{self._key} {rank}"

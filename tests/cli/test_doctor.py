@@ -196,8 +196,10 @@ def test_a_gpu_that_torch_was_not_built_for_is_named(folder, monkeypatch, tmp_pa
     assert "bf16 on this CPU" not in told or fix
 
 
-def test_it_says_whether_ranks_may_share_memory_here_or_why_not(folder, monkeypatch):
-    assert found(folder)["several ranks"].found == "may share memory, where the CPU computes"
+def test_it_says_whether_ranks_share_memory_here_or_why_not(folder, monkeypatch):
+    assert found(folder)["several ranks"].found == "share memory by themselves, where the CPU computes"
+    monkeypatch.setattr(doctor, "why_not_by_itself", lambda: "RLIMIT_AS=9")
+    assert found(folder)["several ranks"].found == "share no memory here: RLIMIT_AS=9"
     monkeypatch.setattr(doctor, "why_not_here", lambda: "PermissionError: no sockets")
     assert found(folder)["several ranks"].found == "share no memory here: PermissionError: no sockets"
 

@@ -52,12 +52,8 @@ class Ranks:
         ]
 
 
-def settings(**fields):
-    return Config(**{"shared_memory": "auto", **fields})
-
-
 def decide(ranks=None, device=HOST, **fields):
-    return decided.rank_features(settings(**fields), ranks or Ranks(), device)
+    return decided.rank_features(Config(**fields), ranks or Ranks(), device)
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +115,7 @@ def test_the_smallest_bucket_of_all_ranks_is_taken():
     ],
 )
 def test_ranks_with_different_settings_are_all_told_which(others, fields, told):
-    ranks = Ranks([1] * (1 + len(others)), others=[settings(**one) for one in others])
+    ranks = Ranks([1] * (1 + len(others)), others=[Config(**one) for one in others])
     with pytest.raises(ConfigError, match=f"Give all the same Config: .*{told}"):
         decide(ranks, **fields)
 
@@ -201,7 +197,7 @@ def test_ranks_of_one_machine_share_its_memory_by_themselves_and_say_so(said, tr
         (Ranks(), HOST, {"stage": 1}, "not with stage=1"),
         (Ranks([1, 1, 2, 2]), HOST, {}, "not with several machines"),
         (Ranks(no=[1]), HOST, {}, "not with a system without nameless memory"),
-        (Ranks(limited=[1]), HOST, {}, "not with another rank's limit of file sizes"),
+        (Ranks(limited=[1]), HOST, {}, "not with what limits another rank"),
         (Ranks(apart=[1]), HOST, {}, "not with ranks of several users, or containers"),
         (Ranks(), HOST, {"shared_memory": False}, "shared_memory=False"),
     ],
@@ -216,10 +212,11 @@ def test_ranks_that_have_tried_it_in_vain_share_none_and_all_say_why(said, trial
     trial.why = "PermissionError: [Errno 1] no sockets here"
     found = decide()
     assert (found.in_common, found.memory) == (False, f"tried in vain: {trial.why}")
-    (message,) = said()
+    (message,) = said(logging.INFO)
     assert message == (
         f"ranks share no memory: tried, and {trial.why}. Config(shared_memory=False) does not try"
     )
+    assert not said(), "nobody has asked for it"
 
 
 def test_nothing_is_tried_where_it_is_asked_for_or_excluded(trial):
@@ -289,7 +286,7 @@ def test_processes_in_another_network_or_of_another_user_are_elsewhere(monkeypat
 def test_a_configuration_of_deepspeeds_has_the_key():
     source = {"train_batch_size": 2, "infinity": {"shared_memory": True}}
     assert Config.from_deepspeed(source).shared_memory
-    assert Config.from_deepspeed({"train_batch_size": 2}).shared_memory is False
+    assert Config.from_deepspeed({"train_batch_size": 2}).shared_memory == Config().shared_memory == "auto"
 
 
 # Second parts

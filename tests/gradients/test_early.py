@@ -199,13 +199,20 @@ def test_a_gradient_assigned_where_an_update_was_made_is_an_error(folder):
 
 
 @pytest.mark.usefixtures("half")
-def test_a_second_backward_behind_early_updates_is_an_error_that_names_the_cure(folder):
-    both = Both(folder)
+def test_a_second_backward_behind_early_updates_is_an_error_that_names_the_cure_and_told_to_other_ranks(
+    folder, monkeypatch
+):
+    both, told = Both(folder), []
     for number in range(3):
         both.step(number)
     both.backward(3)
+    ranks = engine_of_model(both.model).ranks
+    monkeypatch.setattr(ranks, "post_failure", lambda why, *, ends: told.append((why, ends)))
     with pytest.raises(UnsupportedError, match='update="forward"'):
         both.backward(4)
+    ((why, ends),) = told
+    assert "a second backward before step() needs the gradient" in why
+    assert not ends, "a program that catches it may go on"
 
 
 def test_it_is_told_apart_from_what_it_is_not(folder):

@@ -36,6 +36,23 @@ def test_ranks_with_memory_in_common_are_sent_nothing_on_their_machine():
     assert of(4, 2, shared_memory=True).reduced(SHARE) == of(4, 2).reduced(SHARE)
 
 
+def test_ranks_of_one_machine_choose_memory_in_common_by_themselves_where_nothing_excludes_it():
+    def chosen(ranks, local, **fields):
+        return Setting(1 << 30, ranks=ranks, local_ranks=local, **fields).by_itself().shared_memory
+
+    assert chosen(2, 2)
+    assert chosen(4, 4)
+    assert not chosen(1, 1)
+    assert not chosen(4, 2)
+    for excluding in (
+        {"secondary_shard": 2},
+        {"quantized_weights": "int8"},
+        {"expert_parallel": 2},
+        {"device_nbytes": 1 << 20},
+    ):
+        assert not chosen(4, 4, **excluding), excluding
+
+
 def test_neighbours_assemble_from_halves_what_four_ranks_have_in_quarters():
     two = of(4, 2, secondary_shard=2)
     assert two.gathered(SHARE) == of(4, 2).gathered(SHARE)

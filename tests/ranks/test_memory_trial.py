@@ -10,7 +10,7 @@ import socket
 import pytest
 
 from infinity.ranks import memory_trial, shared_memory
-from infinity.ranks.memory_trial import why_not_together, why_too_large
+from infinity.ranks.memory_trial import why_not_by_itself, why_not_together, why_too_large
 from infinity.ranks.shared_memory import PAGE, SharedMemory, why_not_here
 from leftovers import held, left_since
 from machine_ranks import MachineRank, descriptors, mappings
@@ -56,6 +56,7 @@ FAULTS = {
         SharedMemory, "private", on_last(SharedMemory.private)
     ),
     "private copies": lambda patch: patch.setattr(memory_trial, "make_private", forbidden),
+    "giving back": lambda patch: patch.setattr(SharedMemory, "drop", forbidden),
 }
 
 
@@ -71,6 +72,11 @@ def test_what_one_rank_or_all_are_refused_is_the_reason_on_all(fault, monkeypatc
 def test_memory_that_shows_nothing_of_what_others_write_is_none(monkeypatch):
     monkeypatch.setattr(SharedMemory, "private", lambda self, _offset, nbytes, **_: bytearray(nbytes))
     assert tried(2) == ["what rank 0 writes is not seen by rank 0"] * 2
+
+
+def test_memory_that_is_given_back_and_stays_is_none(monkeypatch):
+    monkeypatch.setattr(SharedMemory, "drop", lambda *_: None)
+    assert tried(2) == ["what is given back stays"] * 2
 
 
 def test_here_nothing_is_refused_and_what_would_be_is_told(monkeypatch):
@@ -96,31 +102,40 @@ def limited(monkeypatch, which, nbytes):
     monkeypatch.setattr(resource, "getrlimit", lambda one: limits.get(one, endless))
 
 
-def test_without_limits_no_model_is_too_large():
+def test_without_limits_no_model_is_too_large_and_nothing_speaks_against_it():
+    assert why_not_by_itself() == ""
     assert why_too_large(1 << 40, 1000) == ""
 
 
-def test_a_limit_of_addresses_has_room_for_the_whole_and_a_private_half_or_is_told(monkeypatch):
-    mapped, _ = memory_trial._mapped_nbytes()
-    limited(monkeypatch, resource.RLIMIT_AS, 2 * mapped)
-    assert why_too_large(PAGE, 1) == ""
-    assert why_too_large(mapped, 1).startswith(f"RLIMIT_AS={2 * mapped} (ulimit -v): ")
-    limited(monkeypatch, resource.RLIMIT_AS, mapped + (3 << 30))
-    assert why_too_large((2 << 30) - (1 << 28), 1) == ""
-    assert "memory in common would take 3.4 GiB more" in why_too_large((2 << 30) + (1 << 28), 1)
+def test_limits_that_memory_in_common_meets_first_speak_against_it(monkeypatch, tmp_path):
+    for which, told in (
+        (resource.RLIMIT_AS, "RLIMIT_AS=1099511627776 (ulimit -v): "),
+        (resource.RLIMIT_FSIZE, "RLIMIT_FSIZE=1099511627776 (ulimit -f)"),
+    ):
+        with monkeypatch.context() as patch:
+            limited(patch, which, 1 << 40)
+            assert why_not_by_itself().startswith(told)
+            assert why_too_large(PAGE, 1) == why_not_by_itself()
+    mode = tmp_path / "overcommit_memory"
+    monkeypatch.setattr(memory_trial, "_OVERCOMMIT", mode)
+    assert why_not_by_itself() == "", "a system without the file"
+    for number, told in (("0", ""), ("1", ""), ("2", "vm.overcommit_memory=2: ")):
+        mode.write_text(f"{number}\n")
+        assert why_not_by_itself().startswith(told)
+        assert bool(why_not_by_itself()) == bool(told)
 
 
 def test_a_limit_of_private_memory_has_room_for_half_or_is_told(monkeypatch):
-    _, private = memory_trial._mapped_nbytes()
+    private = memory_trial._private_nbytes()
     limited(monkeypatch, resource.RLIMIT_DATA, private + (1 << 30))
     assert why_too_large(1 << 30, 1) == ""
     assert why_too_large(3 << 30, 1).startswith(f"RLIMIT_DATA={private + (1 << 30)} (ulimit -d): ")
 
 
-def test_more_layers_than_mappings_are_allowed_are_told_with_the_numbers(monkeypatch, tmp_path):
+def test_more_layers_than_half_of_the_mappings_are_told_with_the_numbers(monkeypatch, tmp_path):
     most = tmp_path / "max_map_count"
-    most.write_text("100000\n")
+    most.write_text("200000\n")
     monkeypatch.setattr(memory_trial, "_MAP_COUNT", most)
     assert why_too_large(PAGE, 1000) == ""
-    assert why_too_large(PAGE, 50_000).startswith("vm.max_map_count=100000: ")
+    assert why_too_large(PAGE, 50_000).startswith("vm.max_map_count=200000: ")
     assert why_too_large(PAGE, 50_000).endswith("mappings are used, and there are 50000 layers")

@@ -468,7 +468,8 @@ def test_the_command_trains_on_two_ranks_with_one_log_as_on_one_with_twice_the_b
         assert err.count("step 2/2: ") == 1, "one progress bar, here as lines"
         rows = re.findall(r"rank (\d)\W+peak memory [\d.]+ .iB; a step reads", out)
         assert rows == (["0", "1"] if ranks == 2 else [])
-        exchanged = re.findall(r"exchanged by ranks per step\W+units ([\d.]+) MB, gradients ([\d.]+) MB", out)
+        shared = r"units 0\.0 MB \(([\d.]+) MB in memory they share\)"
+        exchanged = re.findall(rf"exchanged by ranks per step\W+{shared}, gradients ([\d.]+) MB", out)
         assert len(exchanged) == ranks - 1
         assert all(float(nbytes) > 1 for pair in exchanged for nbytes in pair), "a million parameters of 2 B"
     two, one = (

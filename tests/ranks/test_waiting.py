@@ -43,7 +43,7 @@ def ranks(monkeypatch):
     monkeypatch.setattr(waiting, "store", lambda: kept)
     monkeypatch.setattr(waiting, "TELLS_S", 0.01)
     monkeypatch.setattr(waiting, "LOOKS_S", 0.02)
-    monkeypatch.setattr(waiting, "_APART_S", 0.02)
+    monkeypatch.setattr(waiting, "_APART_S", 0.05)
     return [Waiting("engine", rank, 3, 60.0, Names([0, 1, 2], rank)) for rank in range(3)]
 
 
@@ -76,3 +76,12 @@ def test_a_slow_wait_warns_of_the_late_rank_and_how_far_it_is(ranks, caplog):
     (message,) = [one.getMessage() for one in caplog.records]
     assert "waited 0 s at compare plans: rank 1 has not come. Likely cause: " in message
     assert "up to the timeout of 60 s; rank 1 has begun 0 forwards, this rank 1: it may" in message
+
+
+def test_a_slow_wait_tells_what_a_late_rank_has_said_of_why_it_does_not_come(ranks, caplog):
+    caplog.set_level(logging.WARNING, "infinity")
+    waiting.store().set("engine/1", "UnsupportedError: a second backward")
+    with ranks[2].alone("saving"):
+        ranks[0].until(Work(4), "compare plans")
+    (message,) = [one.getMessage() for one in caplog.records]
+    assert ": rank 1 has not come, and says: UnsupportedError: a second backward. Likely cause" in message

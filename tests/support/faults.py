@@ -174,7 +174,8 @@ class Bench:
     def kill_ranks(self, number, **more):
         """Kill one rank, and at once or later the others too, up to three times."""
         rng = trials.rng_of(f"{self.seed} ranks {number}")
-        settings = {"update": rng.choice(["forward", "backward", "auto"]), **more}
+        update = rng.choice(["forward", "backward", "auto"])
+        settings = {"update": update, "shared_memory": False, **more}
         expected = yield from self.plain_ranks(settings)
         folder, at_least = self.folder(), 0
         try:

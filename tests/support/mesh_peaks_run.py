@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 
 import infinity
+import plain_ranks  # noqa: F401 - what ranks share is not counted
 from answers import answer_all
 from held_memory import HeldMemory
 

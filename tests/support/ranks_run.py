@@ -25,6 +25,7 @@ import cut_ranks
 import infinity
 import models
 import parity
+import plain_ranks  # noqa: F401 - most cases are about weights that are sent
 import surgery
 import sweep
 from children import Child
@@ -271,7 +272,7 @@ def partitioned(**settings):
 
 def traffic():
     """Return what a checkpointed step exchanges where nothing is kept between uses, and the model's size."""
-    model = parity.nothing_waits(models.build("llama", host_memory="64MiB", shared_memory=False))
+    model = parity.nothing_waits(models.build("llama", host_memory="64MiB"))
     models.checkpointed(model, reentrant=False)
     optimizer = infinity.AdamW(model.parameters())
     train(model, optimizer, steps=1)

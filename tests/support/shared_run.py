@@ -18,12 +18,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 import infinity
 import models
 import parity
 import ranks_run
-from children import ended
 from infinity.engine import partition
 from infinity.engine.engine import engine_of_model
 from infinity.gradients import early
@@ -72,7 +72,7 @@ def what_stays(before):
 
 def by_itself():
     """Train with what Config chooses: return what the ranks share, and what they say of it."""
-    model = models.build("llama", host_memory="64MiB", shared_memory="auto")
+    model = models.build("llama", host_memory="64MiB", shared_memory=infinity.Config.shared_memory)
     ranks_run.train(model, infinity.AdamW(model.parameters(), lr=1e-2), steps=1)
     stats = infinity.stats(model)
     return {
@@ -156,17 +156,32 @@ class Masked(torch.nn.Module):
         self.register_buffer("mask", torch.arange(1 << 19, dtype=torch.float32).view(1024, 512))
         self.layer.register_buffer("same_mask", self.mask, persistent=False)
         self.register_buffer("own", torch.full((1 << 20,), dist.get_rank(), dtype=torch.int8))
-        self.register_buffer("viewed", torch.zeros(1 << 20, dtype=torch.bool))
-        self.register_buffer("as_array", torch.zeros(1 << 20, dtype=torch.uint8))
+        self.register_buffer("viewed", torch.ones(1 << 20, dtype=torch.bool))
+        self.register_buffer("as_array", torch.ones(1 << 20, dtype=torch.uint8))
         self.part, self.array = self.viewed[:3], self.as_array.numpy()
 
     def forward(self, inputs):
         return self.layer(inputs) * self.mask[1, :16]
 
 
-def last_in_fork(mask):
-    """Return the last value that a forked process sees."""
-    return ended(lambda say: say(last=mask[-1, -1].item()))["last"]
+class Rows(torch.utils.data.Dataset):
+    """What a loader's workers have of a model: its buffers, and all but the values of its parameters."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return self.model.mask[-1, -1 - index], torch.tensor(self.model.layer.weight.shape)
+
+
+def seen_by_workers(model):
+    """Return what forked workers of a loader see."""
+    loader = DataLoader(Rows(model), batch_size=2, num_workers=1, multiprocessing_context="fork")
+    ((values, shapes),) = loader
+    return [*values.tolist(), *shapes[0].tolist()]
 
 
 def buffers():
@@ -179,9 +194,9 @@ def buffers():
     wrong += [] if shared == 1 else [f"{shared} buffers are shared, of one that all have"]
     wrong += [] if model.layer.same_mask is model.mask else ["one buffer has become two"]
     wrong += [] if "layer.same_mask" not in model.state_dict() and "mask" in model.state_dict() else ["saved"]
-    model.viewed[1] = True
+    model.viewed[1] = False
     model.as_array[2] = 7
-    wrong += [] if model.part[1] and model.array[2] == 7 else ["a view is of another buffer"]
+    wrong += [] if not model.part[1] and model.array[2] == 7 else ["a view is of another buffer"]
     wrong += [] if bool((model.own == rank).all()) else ["a rank's own buffer is another's"]
     if rank == 1:
         model.mask[0, 0] = -5
@@ -190,7 +205,8 @@ def buffers():
     if rank == 1:
         expected[0, 0] = -5
     wrong += [] if torch.equal(model.mask, expected) else ["what all have"]
-    wrong += [] if last_in_fork(model.mask) == (1 << 19) - 1 else ["a fork does not see it"]
+    expected = [(1 << 19) - 1, (1 << 19) - 2, 16, 16]
+    wrong += [] if seen_by_workers(model) == expected else ["forked workers do not see it"]
     model(torch.ones(2, 16, dtype=torch.bfloat16)).sum().backward()
     kept = model.mask[3]
     del model

@@ -99,6 +99,18 @@ def test_what_ranks_do_together_is_planned_with_what_crosses_each_link(tmp_path)
         ask(*TRAINING, *ranks, "--shared-memory", "--secondary-shard", "2")
 
 
+def test_ranks_of_one_machine_are_planned_with_memory_in_common_unless_told_otherwise():
+    ranks = [*TRAINING, "--link", "1", "--ranks", "2"]
+    for more, shared in (
+        (["--local-ranks", "2"], True),
+        (["--local-ranks", "2", "--no-shared-memory"], False),
+        (["--local-ranks", "2", "--quantized-weights", "int8"], False),
+        (["--local-ranks", "1"], False),
+    ):
+        _, said = ask(*ranks, *more)
+        assert ("on each machine, with memory in common" in said) == shared, more
+
+
 def test_the_number_of_ranks_with_different_data_may_be_given_in_place_of_all(tmp_path):
     divided = ["--tensor-parallel", "2", "--pipeline-parallel", "2", "--sequence-parallel", "2"]
     _, said = ask(*TRAINING, *LINKS, *divided, "--data-parallel", "2", "--local-ranks", "4")

@@ -13,7 +13,7 @@ from infinity import __main__ as cli
 from infinity.bench.engine.runs import OWN, Model, RunError
 from infinity.bench.ranks import launch, ranks
 from infinity.bench.ranks.launch import RankRun, measure_ranks, run_of
-from infinity.bench.ranks.ranks import RankCase, cases, findings_of, row_of
+from infinity.bench.ranks.ranks import RankCase, beside_one, cases, findings_of, row_of
 
 MODEL = Model("1m", 16, 5)
 RUN = RankRun(
@@ -60,6 +60,21 @@ def test_each_budget_is_also_measured_with_memory_in_common():
     assert ours == RankCase("infinity", 2, "1GiB", shared=True)
     assert ours.settings("1m", "backward")["shared_memory"]
     assert ours.name == "Infinity, 1GiB, memory in common"
+
+
+def test_of_one_rank_there_is_ours_alone_with_which_the_memory_of_several_is_compared():
+    found = cases([1, 2], ["1GiB"], ["ddp"], shared=True)
+    shared = RankCase("infinity", 2, "1GiB", shared=True)
+    assert found == [
+        *(RankCase("infinity", 1, "1GiB"), RankCase("ddp", 2), RankCase("infinity", 2, "1GiB"), shared)
+    ]
+    mib = 1 << 20
+    one = row_of(RankCase("infinity", 1, "1GiB"), MODEL, [replace(RUN, peak_machine_nbytes=200 * mib)], {})
+    for nbytes, word in ((409 * mib, "within"), (411 * mib, "MORE than")):
+        row = row_of(shared, MODEL, [replace(RUN, peak_machine_nbytes=nbytes)], {})
+        (said,) = beside_one([one, row])
+        assert f"{word} one rank's + 5 % + 100 MiB a rank, 410.0 MiB" in said
+        assert beside_one([row]) == [], "there is nothing to compare it with"
 
 
 def test_a_budget_for_all_holds_the_state_of_all_ranks():
