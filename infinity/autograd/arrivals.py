@@ -59,6 +59,10 @@ _UNORDERED = (
 )
 
 
+_unguarded = torch._C.DisableTorchFunctionSubclass
+"""Named once: each gradient enters it thrice."""
+
+
 class Updater(Protocol):
     """An optimizer, which may decide updates in the backward."""
 
@@ -134,6 +138,8 @@ class Arrivals:
         self._durable = durable
         self._speculation = speculation
         self.early, self.ahead = early, ahead
+        self._wanted: list[EarlyUpdates] = []
+        """Those of them that an optimizer has asked for."""
         for one in (early, ahead):
             hooks.forward_began.append(one.forward_began)
         hooks.backward_ended.append(self._backward_ended)
@@ -142,10 +148,15 @@ class Arrivals:
         """Note that an optimizer has taken parameters of the engine, which does not keep it alive."""
         self.optimizers.add(optimizer)
         if optimizer.update == "auto":
-            self.early.want()
+            self._want(self.early)
         if optimizer.speculation.decides and not self._speculation.never:
-            self.ahead.want()
+            self._want(self.ahead)
         self._takers.clear()
+
+    def _want(self, decides: EarlyUpdates) -> None:
+        decides.want()
+        if decides not in self._wanted:
+            self._wanted.append(decides)
 
     def leave(self, optimizer: Any) -> None:
         """Note that an optimizer has lost its parameters to a later one."""
@@ -169,13 +180,14 @@ class Arrivals:
     def accumulated(self, parameter: nn.Parameter) -> None:
         """Take over a parameter's gradient, which autograd has just accumulated."""
         unit, index = self._unit_of(parameter)
-        with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
+        with _unguarded():  # a gradient is no value: no guard need be asked
             grad = parameter.grad
         if grad is None:
             return
-        self.early.gradient_came(parameter)
-        self.ahead.gradient_came(parameter)
-        self.slices.assigned(parameter, "grad")
+        for one in self._wanted:
+            one.gradient_came(parameter)
+        if self.stacks:
+            self.slices.assigned(parameter, "grad")
         updater = self.updater(unit)
         if updater is not None and self._durable is not None:
             self._durable.before_change()
@@ -186,13 +198,13 @@ class Arrivals:
             if unit.distributed or is_distributed(grad):
                 grad = part_of(unit.parameters[index], grad, f"{unit.name}: a gradient")
             grad = plain(grad)
-            with torch._C.DisableTorchFunctionSubclass():  # as above
+            with _unguarded():  # as above
                 parameter.grad = None  # should it be refused
             gradient = self._gradients.arrive(
                 unit, index, self._gradients.received(grad), keep=updater is None
             )
             shown = OffloadedGradient(unit.parameters[index], gradient, self._gradients)
-            with torch._C.DisableTorchFunctionSubclass():  # as above
+            with _unguarded():  # as above
                 parameter.grad = shown
         if not self._hooks.accumulated(unit, index):
             return
@@ -362,7 +374,8 @@ class Arrivals:
         """
         if self._gradients.shared:
             return False
-        return self._hooks.used_once(unit) and unit.record.all_in_host and self._lane.runs_here(unit.record)
+        record = unit.record
+        return record.all_in_host and self._lane.runs_here(record) and self._hooks.used_once(unit)
 
     def _use_gradients(self, unit: Unit, updater: Updater | None) -> None:
         """Apply a complete unit's gradients, if no further use in this backward can bring more; else keep

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from infinity.sizes import BLOCK, round_up
 
@@ -185,11 +185,8 @@ class FlatLayout:
 
     segments: tuple[Segment, ...]
     numel: int  # elements, with padding
-
-    @property
-    def end(self) -> int:
-        """The first element behind the last parameter: what follows is padding, and never written."""
-        return max((one.stop for one in self.segments if one.numel), default=0)
+    end: int = field(init=False, repr=False, compare=False)
+    """The first element behind the last parameter: what follows is padding, and never written."""
 
     def renamed(self, names: Sequence[str]) -> FlatLayout:
         """Return the same range with other names of the parameters."""
@@ -208,6 +205,8 @@ class FlatLayout:
             end = segment.stop
         if self.numel % ALIGN_NUMEL or self.numel < end:
             raise ValueError(f"shard of {self.numel} elements: expected a multiple of {ALIGN_NUMEL} ≥ {end}")
+        last = max((one.stop for one in self.segments if one.numel), default=0)
+        object.__setattr__(self, "end", last)  # found once: each tile asks
 
 
 class FieldCuts:

@@ -14,6 +14,7 @@ from infinity.records.record import Record
 from infinity.tensors import as_bytes, is_distributed, local
 
 _version: Callable[[torch.Tensor], int] = attrgetter("_version")
+_unguarded = torch._C.DisableTorchFunctionSubclass
 
 COMPARED_EVERY = 64
 """Uses from one comparison of a unit's whole content to the next, from the first on: what changes weights
@@ -75,8 +76,10 @@ class Changes:
         self._versions = self._present()
 
     def end(self) -> None:
-        """The parameters are released."""
-        self._views = []
+        """The parameters, which torch still answers for, are about to be released; of DTensors, and where a
+        version is raised meanwhile, `left` follows.
+        """
+        self._views, self._left = [], list(map(_version, self.parameters))
         if self._digests:
             self._digests = {}
 
@@ -88,7 +91,7 @@ class Changes:
         """Return the versions of parameters that are released; of a DTensor with that of its local tensor,
         which to_local() hands out.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # a version is no value: no guard need be asked
+        with _unguarded():  # a version is no value: no guard need be asked
             versions = list(map(_version, self.parameters))
         if self._counters:
             pairs = zip(versions, self._counters, strict=True)
@@ -138,7 +141,7 @@ class Changes:
         """
         if self._digests or self._versions != self._present():
             return True
-        asked = _is_set_to if self._distributed else torch.Tensor.is_set_to
+        asked = _is_set_to if self._distributed else _plainly_set_to
         return not all(map(asked, self.parameters, self._views))
 
     def _present(self) -> list[int]:
@@ -203,6 +206,9 @@ class Changes:
                 "and inside a new `with infinity.Init(...):` model = Model.from_pretrained(folder) and the "
                 "call that resizes."
             )
+
+
+_plainly_set_to = torch.Tensor.is_set_to
 
 
 def _is_set_to(parameter: nn.Parameter, view: torch.Tensor) -> bool:

@@ -45,6 +45,7 @@ from infinity.units.released import Released, placeholder
 logger = logging.getLogger("infinity")
 _set_data = DATA.__set__
 """What forms.py does, without a call for each ordinary parameter: see `attach`."""
+_shares: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 class AttachedWatch(Protocol):
@@ -165,6 +166,14 @@ class Unit:
             if parameter.requires_grad:
                 return True
         return False
+
+    @property
+    def trains_whole(self) -> bool:
+        """Whether every parameter will get a gradient."""
+        for parameter in self.parameters:
+            if not parameter.requires_grad:
+                return False
+        return True
 
     def values_changed(self) -> None:
         """Count a change of the values that the user can see."""
@@ -326,7 +335,7 @@ class Unit:
 
     def shares(self) -> int:
         """Return how many tensors share the unit's storage."""
-        return int(torch._C._storage_Use_Count(self.storage_key))
+        return _shares(self.storage_key)
 
     def attach(self, *, aside: bool = False) -> None:
         """Let the parameters be their values: `aside`, for a use that is no part of a step, as nothing but
@@ -386,9 +395,11 @@ class Unit:
             parameter.__class__ = Released
         if self._abandoned:
             self._abandoned = [storage for storage in self._abandoned if not storage.expired()]
-        if saved and self.shares() == self._own_shares and not self._abandoned:
+        raised = saved and self.shares() == self._own_shares and not self._abandoned
+        if raised:
             torch.autograd.graph.increment_version([self.parameters[index] for index in saved])
-        self.changes.left()
+        if raised or self.distributed:
+            self.changes.left()
 
     def saved(self) -> list[int]:
         """Return the parameters that graphs hold themselves, and read again, not views of their values."""
