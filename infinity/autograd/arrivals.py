@@ -98,6 +98,12 @@ def _check_dense(grad: torch.Tensor, unit: Unit, index: int) -> None:
         raise UnsupportedError(f"{name}: sparse gradients are not supported; use sparse=False")
 
 
+def _plain_part(grad: torch.Tensor, unit: Unit, index: int) -> torch.Tensor:
+    if unit.distributed or is_distributed(grad):
+        grad = part_of(unit.parameters[index], grad, f"{unit.name}: a gradient")
+    return plain(grad)
+
+
 class Arrivals:
     """Takes every gradient of one engine's units. Called from the thread that computes."""
 
@@ -138,8 +144,8 @@ class Arrivals:
         self._durable = durable
         self._speculation = speculation
         self.early, self.ahead = early, ahead
-        self._wanted: list[EarlyUpdates] = []
-        """Those of them that an optimizer has asked for."""
+        self._told: list[Callable[[nn.Parameter], None]] = []
+        """Called with each parameter whose gradient comes: of these and of slices, those that are used."""
         for one in (early, ahead):
             hooks.forward_began.append(one.forward_began)
         hooks.backward_ended.append(self._backward_ended)
@@ -148,15 +154,16 @@ class Arrivals:
         """Note that an optimizer has taken parameters of the engine, which does not keep it alive."""
         self.optimizers.add(optimizer)
         if optimizer.update == "auto":
-            self._want(self.early)
+            self.early.want()
+            self._tell(self.early.gradient_came)
         if optimizer.speculation.decides and not self._speculation.never:
-            self._want(self.ahead)
+            self.ahead.want()
+            self._tell(self.ahead.gradient_came)
         self._takers.clear()
 
-    def _want(self, decides: EarlyUpdates) -> None:
-        decides.want()
-        if decides not in self._wanted:
-            self._wanted.append(decides)
+    def _tell(self, call: Callable[[nn.Parameter], None]) -> None:
+        if call not in self._told:
+            self._told.append(call)
 
     def leave(self, optimizer: Any) -> None:
         """Note that an optimizer has lost its parameters to a later one."""
@@ -184,10 +191,8 @@ class Arrivals:
             grad = parameter.grad
         if grad is None:
             return
-        for one in self._wanted:
-            one.gradient_came(parameter)
-        if self.stacks:
-            self.slices.assigned(parameter, "grad")
+        for call in self._told:
+            call(parameter)
         updater = self.updater(unit)
         if updater is not None and self._durable is not None:
             self._durable.before_change()
@@ -195,9 +200,7 @@ class Arrivals:
             _check_dense(grad, unit, index)
             if updater is not None and updater.applied(parameter):
                 raise UnsupportedError(applied_message(unit, "a second backward before step()"))
-            if unit.distributed or is_distributed(grad):
-                grad = part_of(unit.parameters[index], grad, f"{unit.name}: a gradient")
-            grad = plain(grad)
+            grad = _plain_part(grad, unit, index)
             with _unguarded():  # as above
                 parameter.grad = None  # should it be refused
             gradient = self._gradients.arrive(
@@ -364,6 +367,7 @@ class Arrivals:
         """Take parameters as slices of one: see [Note: slices that are not used] in engine/routing.py."""
         self.stacks.append(parameters)
         self.slices.follow(parameters)
+        self._tell(self.slices.gradient_came)
         for one in parameters:
             self._unit_of(one)[0].watch_by(self.slices)
 

@@ -102,10 +102,6 @@ class Frame:
     saves: object = None  # what decided what autograd saves, see `_saves`; known where it covers any
     units: list[Unit] = field(default_factory=list)
 
-    def cover(self, modules: frozenset[int], saves: object) -> None:
-        """Hold what these modules use, by their id(), too."""
-        self.covers, self.saves = modules, saves
-
 
 @dataclass(slots=True, eq=False)
 class BackwardLease:
@@ -205,13 +201,8 @@ class Hooks:
         of all modules in it, if they are known. covers: see [Note: covered modules].
         """
         task, key, frames = graph_task(), id(module), self._frames
-        outer = frames[-1] if frames else None
-        if outer is None:
-            held = task != -1 and self._is_held_already(module, units, task)
-        else:
-            within = outer.slices or outer.covers or self._at_once
-            held = bool(within) and self._is_held(module, units, task)
-        if held:
+        held = self._is_held if frames else self._is_held_already
+        if held(module, units, task):
             return
         if task == -1 and self._tasks:
             self.end_backward()  # the last one ended with an exception
@@ -227,9 +218,8 @@ class Hooks:
         keeps = not isinstance(module, Tile)
         slices = "forward" in module.__dict__ and runs_in_slices(module, inputs or ((), {}))
         again = task != -1 and keeps and takes_slices_back(_current_node())
-        frame = Frame(key, task, watched, saving, keeps, counts, slices, again)
-        if covers and not slices:
-            frame.cover(covers, self._saves())
+        covered = (covers, self._saves()) if covers and not slices else ()
+        frame = Frame(key, task, watched, saving, keeps, counts, slices, again, *covered)
         frames.append(frame)
         if task != -1:
             self._note_backward(task)
@@ -246,7 +236,7 @@ class Hooks:
         """Whether a forward that is under way holds what `module` uses: see [Note: covered modules], and
         [Note: modules in tiles].
         """
-        if self.is_covered(module):
+        if self._at_once and self.is_covered(module):
             return True
         frame = self._frames[-1]
         if frame.slices and frame.task == task and not torch.is_grad_enabled():
@@ -264,9 +254,11 @@ class Hooks:
         return saves == frame.saves or (_is_hook_of_checkpoint(saves) and _all_trainable(frame.units))
 
     def _is_held_already(self, module: nn.Module, units: Sequence[Unit], task: int) -> bool:
-        """Whether, in a backward, a recomputation in it holds all that `module`, which calls no other, uses
+        """Whether a recomputation in the same backward holds all that `module`, which calls no other, uses
         until the gradients are there; or there is nothing to hold for it.
         """
+        if task == -1:
+            return False
         if not units:
             followed = "forward" in module.__dict__ or isinstance(module, Tile) or not _grad_enabled()
             return not followed
@@ -599,10 +591,7 @@ def _mark(node: Any) -> object:
 
 def _all_trainable(units: Iterable[Unit]) -> bool:
     """Whether every parameter of these units trains."""
-    for unit in units:
-        if not unit.trains_whole:
-            return False
-    return True
+    return all(unit.trains_whole for unit in units)
 
 
 def _is_hook_of_checkpoint(pack: Any) -> bool:

@@ -23,7 +23,10 @@ from infinity.units.released import Guarded
 from infinity.units.unit import Unit
 
 _transform = torch._C._functorch.peek_interpreter_stack
-_tracing, _eval_frame_callback = torch._C._get_tracing_state, torch._C._dynamo.eval_frame.get_eval_frame_callback
+_tracing, _eval_frame_callback = (
+    torch._C._get_tracing_state,
+    torch._C._dynamo.eval_frame.get_eval_frame_callback,
+)
 """Named once: each call of a module asks for them."""
 
 

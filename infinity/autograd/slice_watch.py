@@ -55,6 +55,10 @@ class SliceWatch:
         else:
             self.freezes += 1
 
+    def gradient_came(self, parameter: nn.Parameter) -> None:
+        """Note that autograd has brought a gradient of a parameter, a slice or not."""
+        self.assigned(parameter, "grad")
+
     def attached(self, parameters: list[nn.Parameter]) -> None:
         """The parameters of a unit are attached: nobody sees what is assigned to them, until they are looked
         at.

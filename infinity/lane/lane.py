@@ -461,8 +461,8 @@ class StreamLane:
                 slotted.append(name)
             else:
                 addresses[name] = address
-        reads = job.ordered(name for name in reads if not record.in_host(name))
-        stored = job.ordered(name for name in writes if job.is_stored(name))
+        reads = job.ordered([name for name in reads if not record.in_host(name)])
+        stored = job.ordered([name for name in writes if job.is_stored(name)])
         slot = self._pool.lease() if slotted or reads or stored else None
         self._held += slot is not None and job.computes
         window = (0, 0)

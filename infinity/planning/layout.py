@@ -222,8 +222,8 @@ class FieldCuts:
         self._schema = schema
 
     def _cut(self, name: str) -> tuple[int, int]:
-        """Return the elements and the bytes of a span."""
-        return self._of.get(name) or self.put(name, self._schema.span(name, self._tile_numel))
+        """Return the elements and the bytes of a span that is asked for the first time."""
+        return self.put(name, self._schema.span(name, self._tile_numel))
 
     def put(self, name: str, span: int) -> tuple[int, int]:
         """Cut a field into spans of so many elements; return these, and their bytes."""
@@ -236,11 +236,13 @@ class FieldCuts:
 
     def span(self, name: str) -> int:
         """Return the elements of a span."""
-        return self._cut(name)[0]
+        return (self._of.get(name) or self._cut(name))[0]
 
     def nbytes(self, name: str, numel: int) -> int:
         """Return the bytes, in whole blocks, that `numel` elements from the start of a span take."""
-        span, span_nbytes = self._cut(name)
+        span, span_nbytes = self._of.get(name) or self._cut(name)
+        if numel == span:
+            return span_nbytes
         whole, rest = divmod(numel, span)
         nbytes = whole * span_nbytes
         return nbytes + round_up(self._schema.nbytes(name, rest), BLOCK) if rest else nbytes
@@ -249,7 +251,7 @@ class FieldCuts:
         """Return the bytes from a field's start to element `start`."""
         if not start:
             return 0
-        span, span_nbytes = self._cut(name)
+        span, span_nbytes = self._of.get(name) or self._cut(name)
         whole, within = divmod(start, span)
         offset = whole * span_nbytes
         return offset + self._schema.nbytes(name, within) if within else offset

@@ -379,7 +379,8 @@ class Record:
 
     def address(self, name: str, start: int) -> int | None:
         """Return the address of element `start` of a field in host memory; None for a field on NVMe."""
-        return self.host_address(name, start) if self.in_host(name) else None
+        extent = self._extents[name]
+        return extent.offset + self._cuts.offset(name, start) if isinstance(extent.store, HostStore) else None
 
     def host_address(self, name: str, start: int) -> int:
         """Return the address of element `start` of a field that is in host memory."""
@@ -569,17 +570,17 @@ class Record:
             reads = ()
         elif self._has_tensors:  # what is updated on the device has no checksums
             reads = [name for name in reads if not self.in_device(name)]
-        parts = []
+        parts, cuts = [], self._cuts
         for name in dict.fromkeys((*reads, *writes)):
-            span, base, hashes = self.span(name), at[name] - self._cuts.offset(name, start), writes.get(name)
+            span, hashes, address = cuts.span(name), writes.get(name), at[name]
             if start % span:
                 raise ValueError(f"{self.name}.{name}: element {start} is inside a tile of {span}")
             for first in range(start, stop, span):
                 compared = name in reads and self._sample.has_next()
+                nbytes = cuts.nbytes(name, min(span, stop - first))
                 if compared or hashes is not None:
-                    nbytes = self.tile_nbytes(name, min(span, stop - first))
-                    address = base + self._cuts.offset(name, first)
                     parts.append(FieldTile(name, first // span, address, nbytes, compared, hashes))
+                address += nbytes  # spans are whole blocks, one behind the other
         return TileChecksums(self.schema, parts, self.compare, taken=self._hashes_tiles)
 
     def compare(self, name: str, tile: int, nbytes: int, found: int) -> None:

@@ -35,6 +35,8 @@ class Changes:
         """How many `gathered(..., write=True)` are under way: changes are kept."""
         self.parameters = parameters
         self._distributed = any(map(is_distributed, parameters))
+        self._is_set_to = _is_set_to if self._distributed else torch.Tensor.is_set_to
+        """Asked at each use, and so no call of Python's for ordinary parameters."""
         self._record = record
         self._views: list[torch.Tensor] = []
         self._counters: list[torch.Tensor] = []
@@ -127,22 +129,16 @@ class Changes:
         """Return the name of a parameter changed since it was attached, or since this was asked; None if none
         was, or changes are kept.
         """
-        if not self._views or self.editors or not self._may_have_changed():
+        if not self._views or self.editors:
+            return None
+        as_it_was = not self._digests and self._versions == self._present()
+        if as_it_was and all(map(self._is_set_to, self.parameters, self._views)):  # as nearly always
             return None
         index = self._changed()
         if index is None:
             return None
         self.mark()
         return self._record.unit_layout.segments[index].name
-
-    def _may_have_changed(self) -> bool:
-        """Whether `_changed` has to look. Asked at each use, and so without a call of Python's for each
-        parameter.
-        """
-        if self._digests or self._versions != self._present():
-            return True
-        asked = _is_set_to if self._distributed else _plainly_set_to
-        return not all(map(asked, self.parameters, self._views))
 
     def _present(self) -> list[int]:
         """Return the parameters' versions; of a DTensor that of its local tensor is another one."""
@@ -206,9 +202,6 @@ class Changes:
                 "and inside a new `with infinity.Init(...):` model = Model.from_pretrained(folder) and the "
                 "call that resizes."
             )
-
-
-_plainly_set_to = torch.Tensor.is_set_to
 
 
 def _is_set_to(parameter: nn.Parameter, view: torch.Tensor) -> bool:

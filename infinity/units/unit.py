@@ -170,7 +170,7 @@ class Unit:
     @property
     def trains_whole(self) -> bool:
         """Whether every parameter will get a gradient."""
-        for parameter in self.parameters:
+        for parameter in self.parameters:  # noqa: SIM110 - as in `trainable`
             if not parameter.requires_grad:
                 return False
         return True
@@ -235,14 +235,15 @@ class Unit:
             self._bind(self._opened.blocks.come(self.layout.numel, self.flat.dtype), None)
         elif memory is not self._memory:
             self._bind(wrap(memory, self.layout.numel, self.flat.dtype), memory)
-        if self.on_device:
+        if self.record.on_device and self.on_device:
             self.record.arrived("hi")
 
     def _place_of_hi(self) -> mmap | torch.Tensor | None:
         """Return the memory of `hi` in which the unit is resident, to stay; None where there is none."""
-        if self.on_device:
-            return self.record.tensor("hi")
-        return self.record.memory("hi") if self._opened.in_place else None
+        record = self.record
+        if record.on_device and not self.in_parts:
+            return record.tensor("hi")
+        return record.memory("hi") if self._opened.in_place else None
 
     def make_private(self) -> None:
         """Move a resident unit to memory of its own, where changes do not change the record."""
@@ -324,9 +325,9 @@ class Unit:
         """Give the unit's memory back, unless `hi` lies in it; tensors that share it keep it, see
         [Note: abandoned storage].
         """
-        shared = self.shares() != self._own_shares and self._is_shared()
+        shared = _shares(self.storage_key) != self._own_shares and self._is_shared()
         if self._pinned:
-            if self.on_device:
+            if self.record.on_device and self.on_device:
                 self.record.used("hi")
             if not shared:
                 return
