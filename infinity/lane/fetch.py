@@ -149,6 +149,11 @@ class FetchPass(_UnitPass):
             return False
         return record.in_one_piece(("hi",)) and record.written("hi", 0) and self._filled() > 0
 
+    @property
+    def in_memory(self) -> bool:
+        """See Pass; quick where any field of the record is on NVMe."""
+        return self.record.all_in_host and super().in_memory
+
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Cut the record into what a slot holds: several tiles, as `hi` is narrower than a whole record, and
         more of what is packed in files, which comes to the unit's memory through the slot. What is uploaded

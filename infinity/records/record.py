@@ -137,7 +137,7 @@ class Record:
         """Whether the tile at element `start` of a field, or one in the same span, was ever written. A tile
         that was not counts as zeros.
         """
-        return name in self._hashes and self._hashes[name][start // self.span(name)] != 0
+        return name in self._hashes and self._hashes[name][start and start // self._cuts.span(name)] != 0
 
     def tier(self, name: str) -> str:
         """Return the name of the tier that a field is in."""
@@ -452,10 +452,9 @@ class Record:
         """Start to read elements [start, stop) of a field, whole spans, to `address`. The caller compares
         their `checksums` when the transfer has ended. urgent, more, window: see Request.
         """
-        extent, nbytes = self._extents[name], self.tile_nbytes(name, stop - start)
+        extent, nbytes = self._extents[name], self._cuts.nbytes(name, stop - start)
         disk = self._disk(extent, name)
-        what, offset = f"{self.name}.{name}", self._cuts.offset(name, start)
-        moved = nbytes
+        what, offset, moved = f"{self.name}.{name}", self._cuts.offset(name, start), nbytes
         if isinstance(disk, CheckpointStore):
             moved = disk.moved_nbytes(extent, offset, nbytes, window[1])
         self._traffic.read[disk.tier, name] += moved
@@ -512,7 +511,7 @@ class Record:
         more: bool = False,
     ) -> Transfer:
         """Start to write elements [start, stop) of a field, whole spans, to an extent; see `write`."""
-        disk, nbytes = self._disk(extent, name), self.tile_nbytes(name, stop - start)
+        disk, nbytes = self._disk(extent, name), self._cuts.nbytes(name, stop - start)
         self._traffic.written[disk.tier, name] += nbytes
         what, offset = f"{self.name}.{name}", self._cuts.offset(name, start)
         return disk.write(Request(extent, offset, address, nbytes, what, owner, more=more))

@@ -296,7 +296,7 @@ class Unit:
         return True
 
     def _bind(self, flat: torch.Tensor, memory: mmap | torch.Tensor | None) -> None:
-        self.unbind()
+        self._leave_memory()
         self.flat, self._memory = flat, memory
         self.storage_key = int(flat.untyped_storage()._cdata)
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -313,13 +313,16 @@ class Unit:
 
     def unbind(self) -> None:
         """Drop the references to the memory."""
-        if self._has_block:
-            self._opened.blocks.leaving(self.flat)
-        self._opened.by_storage.pop(self.storage_key, None)
+        self._leave_memory()
         self.flat = torch.empty(0, dtype=self.flat.dtype, device="cpu")
         self.storage_key = int(self.flat.untyped_storage()._cdata)
         self._memory = None
         self._views = []
+
+    def _leave_memory(self) -> None:
+        if self._has_block:
+            self._opened.blocks.leaving(self.flat)
+        self._opened.by_storage.pop(self.storage_key, None)
 
     def deallocate(self) -> None:
         """Give the unit's memory back, unless `hi` lies in it; tensors that share it keep it, see
