@@ -6,7 +6,7 @@ import time
 from typing import Protocol
 
 from infinity.aio.errors import ForkedError, IoEngineFailedError, IoError, IoTimeoutError, name_of
-from infinity.aio.library import SLICE_MS, WRITE, AioLibrary, CData
+from infinity.aio.library import IN_FLIGHT, SLICE_MS, WRITE, AioLibrary, CData
 
 
 class Submitter(Protocol):
@@ -56,7 +56,10 @@ class Completion:
     @property
     def done(self) -> bool:
         """Whether the request has ended, successfully or not, without waiting."""
-        if not self._is_over and self._engine.library.aio_done(self._request):
+        if self._is_over:
+            return True
+        # A plain look saves most of the calls into C, each of which gives up the interpreter's lock.
+        if self._request.state != IN_FLIGHT and self._engine.library.aio_done(self._request):
             self._see_over()
         return self._is_over
 

@@ -70,6 +70,8 @@ def is_part(tensor: torch.Tensor) -> bool:
 
 def is_distributed(tensor: object) -> bool:
     """Whether this is a DTensor of torch.distributed.tensor."""
+    if type(tensor) is torch.Tensor:  # as nearly always
+        return False
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # none while it is imported
     return kind is not None and isinstance(tensor, kind)
 

@@ -59,6 +59,10 @@ _UNORDERED = (
 )
 
 
+_unguarded = torch._C.DisableTorchFunctionSubclass
+"""Named once: each gradient enters it thrice."""
+
+
 class Updater(Protocol):
     """An optimizer, which may decide updates in the backward."""
 
@@ -92,6 +96,12 @@ def _check_dense(grad: torch.Tensor, unit: Unit, index: int) -> None:
     if grad.layout != torch.strided:
         name = unit.layout.segments[index].name
         raise UnsupportedError(f"{name}: sparse gradients are not supported; use sparse=False")
+
+
+def _plain_part(grad: torch.Tensor, unit: Unit, index: int) -> torch.Tensor:
+    if unit.distributed or is_distributed(grad):
+        grad = part_of(unit.parameters[index], grad, f"{unit.name}: a gradient")
+    return plain(grad)
 
 
 class Arrivals:
@@ -134,6 +144,8 @@ class Arrivals:
         self._durable = durable
         self._speculation = speculation
         self.early, self.ahead = early, ahead
+        self._told: list[Callable[[nn.Parameter], None]] = []
+        """Called with each parameter whose gradient comes: those of these two that are used."""
         for one in (early, ahead):
             hooks.forward_began.append(one.forward_began)
         hooks.backward_ended.append(self._backward_ended)
@@ -143,9 +155,15 @@ class Arrivals:
         self.optimizers.add(optimizer)
         if optimizer.update == "auto":
             self.early.want()
+            self._tell(self.early.gradient_came)
         if optimizer.speculation.decides and not self._speculation.never:
             self.ahead.want()
+            self._tell(self.ahead.gradient_came)
         self._takers.clear()
+
+    def _tell(self, call: Callable[[nn.Parameter], None]) -> None:
+        if call not in self._told:
+            self._told.append(call)
 
     def leave(self, optimizer: Any) -> None:
         """Note that an optimizer has lost its parameters to a later one."""
@@ -169,13 +187,14 @@ class Arrivals:
     def accumulated(self, parameter: nn.Parameter) -> None:
         """Take over a parameter's gradient, which autograd has just accumulated."""
         unit, index = self._unit_of(parameter)
-        with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
+        with _unguarded():  # a gradient is no value: no guard need be asked
             grad = parameter.grad
         if grad is None:
             return
-        self.early.gradient_came(parameter)
-        self.ahead.gradient_came(parameter)
-        self.slices.accumulated(unit, parameter)
+        for call in self._told:
+            call(parameter)
+        if self.stacks:
+            self.slices.accumulated(unit, parameter)
         updater = self.updater(unit)
         if updater is not None and self._durable is not None:
             self._durable.before_change()
@@ -183,16 +202,14 @@ class Arrivals:
             _check_dense(grad, unit, index)
             if updater is not None and updater.applied(parameter):
                 raise self._gradients.refusal(unit)
-            if unit.distributed or is_distributed(grad):
-                grad = part_of(unit.parameters[index], grad, f"{unit.name}: a gradient")
-            grad = plain(grad)
-            with torch._C.DisableTorchFunctionSubclass():  # as above
+            grad = _plain_part(grad, unit, index)
+            with _unguarded():  # as above
                 parameter.grad = None  # should it be refused
             gradient = self._gradients.arrive(
                 unit, index, self._gradients.received(grad), keep=updater is None
             )
             shown = OffloadedGradient(unit.parameters[index], gradient, self._gradients)
-            with torch._C.DisableTorchFunctionSubclass():  # as above
+            with _unguarded():  # as above
                 parameter.grad = shown
         if not self._hooks.accumulated(unit, index):
             return
@@ -362,7 +379,8 @@ class Arrivals:
         """
         if self._gradients.shared:
             return False
-        return self._hooks.used_once(unit) and unit.record.all_in_host and self._lane.runs_here(unit.record)
+        record = unit.record
+        return record.all_in_host and self._lane.runs_here(record) and self._hooks.used_once(unit)
 
     def _use_gradients(self, unit: Unit, updater: Updater | None) -> None:
         """Apply a complete unit's gradients, if no further use in this backward can bring more; else keep

@@ -81,6 +81,9 @@ stands_between(__name__)
 
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the id of the backward that is running on this thread, -1 outside any."""
+_grad_enabled, _current_node = torch.is_grad_enabled, torch._C._current_autograd_node
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+"""Named once: each use of a module asks for them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,8 +98,8 @@ class Frame:
     counts: bool  # each use in it brings a gradient
     slices: bool  # for autograd, all uses within it are one
     again: bool  # a node recomputes a slice in it, and others will follow
-    covers: frozenset[int]  # id() of modules: see [Note: covered modules]
-    saves: object  # what decided what autograd saves, see `_saves`; known where it covers any
+    covers: frozenset[int] = frozenset()  # id() of modules: see [Note: covered modules]
+    saves: object = None  # what decided what autograd saves, see `_saves`; known where it covers any
     units: list[Unit] = field(default_factory=list)
 
 
@@ -167,9 +170,10 @@ class Hooks:
 
     def used_once(self, unit: Unit) -> bool:
         """Whether a unit is needed no more, and gets no gradient, once it has one of each parameter."""
-        # At most one forward since the last step has used it, and nothing in it is frozen.
+        if self._forward_uses.get(unit, 0) > 1:  # several forwards since the last step have used it
+            return False
         with torch._C.DisableTorchFunctionSubclass():  # that it trains is no value: no guard is asked
-            return self._forward_uses.get(unit, 0) <= 1 and _all_trainable((unit,))
+            return unit.trains_whole
 
     def begin_step(self) -> None:
         """A step was decided: count the uses of the next one."""
@@ -196,28 +200,27 @@ class Hooks:
         """Begin a module's forward; without `saves` the graph that is built takes no hooks. below: the units
         of all modules in it, if they are known. covers: see [Note: covered modules].
         """
-        task = graph_task()
-        held = self._is_held if self._frames else self._is_held_already
+        task, key, frames = graph_task(), id(module), self._frames
+        held = self._is_held if frames else self._is_held_already
         if held(module, units, task):
             return
         if task == -1 and self._tasks:
             self.end_backward()  # the last one ended with an exception
-        key = id(module)
-        for frame in self._frames:
+        for frame in frames:
             if frame.module == key and not runs_in_itself(module):
                 self._abandon_frames()
                 break
-        outer = self._frames[-1] if self._frames else None
+        outer = frames[-1] if frames else None
         if outer is None:
             self._begin_outermost(module, task, inputs, below)
-        watched, saving = self._watching(task, inputs) if torch.is_grad_enabled() and saves else (None, None)
+        watched, saving = self._watching(task, inputs) if saves and _grad_enabled() else (None, None)
         counts = task == -1 and self._counting and (outer is None or (outer.counts and not outer.slices))
         keeps = not isinstance(module, Tile)
         slices = "forward" in module.__dict__ and runs_in_slices(module, inputs or ((), {}))
-        again = task != -1 and keeps and takes_slices_back(torch._C._current_autograd_node())
-        covered = (frozenset(), None) if slices or not covers else (covers, self._saves())
+        again = task != -1 and keeps and takes_slices_back(_current_node())
+        covered = (covers, self._saves()) if covers and not slices else ()
         frame = Frame(key, task, watched, saving, keeps, counts, slices, again, *covered)
-        self._frames.append(frame)
+        frames.append(frame)
         if task != -1:
             self._note_backward(task)
         if self._at_once and (outer is None or key in self._tiles):
@@ -233,7 +236,7 @@ class Hooks:
         """Whether a forward that is under way holds what `module` uses: see [Note: covered modules], and
         [Note: modules in tiles].
         """
-        if self.is_covered(module):
+        if self._at_once and self.is_covered(module):
             return True
         frame = self._frames[-1]
         if frame.slices and frame.task == task and not torch.is_grad_enabled():
@@ -254,17 +257,18 @@ class Hooks:
         """Whether a recomputation in the same backward holds all that `module`, which calls no other, uses
         until the gradients are there; or there is nothing to hold for it.
         """
-        if task == -1 or (not units and ("forward" in module.__dict__ or not torch.is_grad_enabled())):
+        if task == -1:
             return False
         if not units:
-            return not isinstance(module, Tile)
-        if module._modules or not _all_trainable(units):  # noqa: SLF001
+            followed = "forward" in module.__dict__ or isinstance(module, Tile) or not _grad_enabled()
+            return not followed
+        if module._modules:  # noqa: SLF001
             return False
         for unit in units:
             holds = self._holds.get(unit)
             if not holds or holds[-1] != task:
                 return False
-        return True
+        return _all_trainable(units)  # last: parameters that are released answer slowly
 
     def _saves(self) -> object:
         """Return what decides what autograd saves, and with which hooks: outside a backward, those that pack
@@ -272,7 +276,7 @@ class Hooks:
         """
         if not torch.is_grad_enabled() or graph_task() != -1:
             return torch.is_grad_enabled()
-        pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        pair = _saved_tensors_hooks(True)
         return None if pair is None else pair[0]
 
     def _watching(
@@ -281,8 +285,10 @@ class Hooks:
         """Return the inputs whose gradients end holds, and the hooks that pack weights, of a forward that
         builds a graph.
         """
-        pair = None if task != -1 else torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if task != -1 or (pair is not None and _is_hook_of_checkpoint(pair[0])):
+        if task != -1:
+            return inputs, None
+        pair = _saved_tensors_hooks(True)
+        if pair is not None and _is_hook_of_checkpoint(pair[0]):
             return inputs, None
         if pair is None or getattr(pair[0], "infinity", None) is not self:
             return None, self._packing(*((where_it_is, unchanged) if pair is None else pair))
@@ -291,13 +297,15 @@ class Hooks:
     def _begin_outermost(self, module: nn.Module, task: int, inputs: Any, below: Sequence[Unit]) -> None:
         """Begin a forward within no other; a recomputation, in a backward, is none that counts."""
         refuse(module)
-        self._counting = task == -1 and torch.is_grad_enabled()
-        for call in self.forward_began if self._counting else self.round_began if task == -1 else ():
+        if task != -1:
+            self._counting = self._at_once = False
+            return
+        self._counting = _grad_enabled()
+        for call in self.forward_began if self._counting else self.round_began:
             call(module)
         for one in self.followers if self._counting else ():
             one.began(inputs)
-        alone = task == -1 and not self._counting
-        self._at_once = alone and bool(below) and self._residency.are_here(below)
+        self._at_once = not self._counting and bool(below) and self._residency.are_here(below)
 
     def is_covered(self, module: nn.Module) -> bool:
         """Whether the outermost forward holds the units of `module`, which begins or ends within it: see
@@ -317,7 +325,7 @@ class Hooks:
         frame.units.append(unit)
         if frame.counts:
             self._forward_uses[unit] = self._forward_uses.get(unit, 0) + 1
-        if frame.inputs is not None and not leased and not _all_trainable([unit]):
+        if frame.inputs is not None and not leased and not unit.trains_whole:
             self._watch(unit, _differentiable(frame.inputs))
 
     def _packing(self, pack: Any, unpack: Any) -> torch.autograd.graph.saved_tensors_hooks:
@@ -338,18 +346,23 @@ class Hooks:
         Raises: UnsupportedError naming a parameter that was changed.
         """
         frames, key, ours = self._frames, id(module), False
-        if frames and frames[-1].module != key and all(frame.module != key for frame in frames):
-            return  # it was not followed
+        if frames and frames[-1].module != key:
+            for frame in frames:
+                if frame.module == key:
+                    break
+            else:
+                return  # it was not followed
         if self._at_once and not frames:
             return
         while frames and not ours:
             ours = frames[-1].module == key
             self._end_frame(frames[-1], output if ours else None)
-        if not frames and graph_task() == -1:
+        over = not frames and graph_task() == -1
+        if over:
             self._residency.meet()
         if self._residency.refusals.found:
             self._residency.refusals.check()
-        if not frames and self._counting and graph_task() == -1:
+        if over and self._counting:
             for one in self.followers:
                 one.ended(output)
 
@@ -377,7 +390,7 @@ class Hooks:
 
     def _end_use(self, unit: Unit, frame: Frame, output: Any) -> None:
         leased = frame.again and not unit.trainable
-        if frame.task != -1 and frame.keeps and torch.is_grad_enabled() and not leased:
+        if frame.task != -1 and frame.keeps and not leased and _grad_enabled():
             self._hold_for_backward(unit, frame.task, output)
         elif len(self._frames) > 1 and self._aliased(unit, output):
             self._frames[-2].units.append(unit)
@@ -387,6 +400,8 @@ class Hooks:
     def _aliased(self, unit: Unit, output: Any) -> bool:
         """Whether a module returned (a view of) its own weights, which its parent then uses."""
         key = unit.storage_key
+        if type(output) is torch.Tensor and output.layout == torch.strided:  # as nearly always
+            return bool(output.untyped_storage()._cdata == key)
         leaves = (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
         for leaf in leaves:
             strided = isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
@@ -506,6 +521,8 @@ class Hooks:
         self._note_backward(graph_task())
         arrived = self._arrived[unit]
         arrived.add(index)
+        if len(arrived) == len(unit.parameters):
+            return True
         for at, parameter in enumerate(unit.parameters):
             if at not in arrived and parameter.requires_grad:
                 return False
@@ -514,7 +531,7 @@ class Hooks:
     def end_unit(self, unit: Unit) -> None:
         """End the holds that waited for a unit's gradients: see [Note: graph tasks]."""
         self._arrived[unit].clear()
-        if not _all_trainable([unit]):
+        if not unit.trains_whole:
             return  # `_watch` ends them: see [Note: partly frozen units]
         parent = self._outer_task
         self._end_holds(unit, parent)
@@ -574,11 +591,7 @@ def _mark(node: Any) -> object:
 
 def _all_trainable(units: Iterable[Unit]) -> bool:
     """Whether every parameter of these units trains."""
-    for unit in units:
-        for parameter in unit.parameters:
-            if not parameter.requires_grad:
-                return False
-    return True
+    return all(unit.trains_whole for unit in units)
 
 
 def _is_hook_of_checkpoint(pack: Any) -> bool:

@@ -22,6 +22,13 @@ from infinity.units import advice
 from infinity.units.released import Guarded
 from infinity.units.unit import Unit
 
+_transform = torch._C._functorch.peek_interpreter_stack
+_tracing, _eval_frame_callback = (
+    torch._C._get_tracing_state,
+    torch._C._dynamo.eval_frame.get_eval_frame_callback,
+)
+"""Named once: each call of a module asks for them."""
+
 
 class Follower(Protocol):
     """What follows forwards: infinity.autograd.hooks.Hooks."""
@@ -89,22 +96,21 @@ class Entering(_Hook):
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """As torch calls it; returns other arguments where `_would_repeat_weight`."""
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None
-        if transformed or not self._hooks.is_covered(module):
-            self._enter(module, args, kwargs, transformed=transformed)
+        hooks = self._hooks
+        if _transform() is not None:
+            self._enter_transformed(module, self._used_by(module, args, kwargs), (args, kwargs))
+        elif not hooks.is_covered(module):
+            units = self._used_by(module, args, kwargs) if "forward" in module.__dict__ else self._units
+            hooks.enter(module, units, (args, kwargs), below=self._below, covers=self._covers)
         if isinstance(module, nn.Linear) and args and _would_repeat_weight(module, args[0]):
             return (args[0].contiguous(), *args[1:]), kwargs
         return None
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any, *, transformed: bool) -> None:
-        units = self._units
-        if "forward" in module.__dict__:  # else its class's, which is none of tiling's
-            units = self._below if runs_in_slices(module, (args, kwargs)) else units
-            units = [] if postpones(module, kwargs) else units
-        if transformed:
-            self._enter_transformed(module, units, (args, kwargs))
-        else:
-            self._hooks.enter(module, units, (args, kwargs), below=self._below, covers=self._covers)
+    def _used_by(self, module: nn.Module, args: Any, kwargs: Any) -> list[Unit]:
+        """Return the units that a call uses; where the forward is the class's, none of tiling's, its own."""
+        if postpones(module, kwargs):
+            return []
+        return self._below if runs_in_slices(module, (args, kwargs)) else self._units
 
     def _enter_transformed(self, module: nn.Module, units: list[Unit], inputs: Any) -> None:
         """Begin a forward under a transform of torch.func, in which every tensor that is made is wrapped."""
@@ -137,7 +143,7 @@ class Leaving(_Hook):
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """As torch calls it."""
-        if torch._C._functorch.peek_interpreter_stack() is None:
+        if _transform() is None:
             if not self._hooks.is_covered(module):
                 self._hooks.leave(module, output)
         else:
@@ -150,12 +156,12 @@ def refuse(module: nn.Module) -> None:
 
     Raises: UnsupportedError.
     """
-    if getattr(module, "_is_replica", False):
+    if module.__dict__.get("_is_replica"):  # asked of a module, what it lacks takes a microsecond
         raise UnsupportedError(
             "nn.DataParallel copies parameters that are not resident. "
             "Use torchrun with one process per device."
         )
-    if torch._C._get_tracing_state() is not None:
+    if _tracing() is not None:
         raise UnsupportedError(advice.for_caller() or advice.export("torch.jit.trace"))
     if (
         torch.compiler.is_compiling()
@@ -215,8 +221,8 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _inside_compile() -> bool:
-    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
-    return callback not in (None, False)
+    callback = _eval_frame_callback()
+    return callback is not None and callback is not False
 
 
 def runs_in_itself(module: nn.Module) -> bool:

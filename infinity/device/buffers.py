@@ -52,7 +52,10 @@ class Buffers:
     @property
     def spare_nbytes(self) -> int:
         """Bytes of free buffers to keep; beyond that the longest idle ones are freed."""
-        return sum(share.free_nbytes for share in self.shares)
+        spare = 0
+        for share in self.shares:
+            spare += share.free_nbytes
+        return spare
 
     @property
     def free_nbytes(self) -> int:

@@ -200,9 +200,9 @@ class GradientStore:
         if self._reduction is not None:
             return self._reduction.arrive(unit, index, grad, keep=keep)
         gradient = Gradient(unit, index, self._kept)
-        if self.on_device.take(gradient, grad, keep=keep):
-            return gradient
         if not self._device.is_host:
+            if self.on_device.take(gradient, grad, keep=keep):
+                return gradient
             self._await_buffer(grad.nbytes)
         download = self._device.download(grad)
         gradient.comes(download.transfer)
@@ -359,14 +359,15 @@ class GradientStore:
         """
         if not gradients:
             return
-        if unit.pending:  # steps that a slice missed, before a gradient was assigned to it
+        pending, outgoing = unit.pending, self._outgoing[unit]
+        if pending:  # steps that a slice missed, before a gradient was assigned to it
             self._residency.flush(unit)
         leases = []
         for gradient in gradients:
             if gradient.scale != 1:
                 raise UnsupportedError(applied_message(unit, "clipping"))
-            unit.pending[gradient.index] = decide(gradient)
-            self._outgoing[unit].pop(gradient.index, None)
+            pending[gradient.index] = decide(gradient)
+            outgoing.pop(gradient.index, None)
             leases.append(gradient.apply())
         unit.values_changed()
         if unit.record.on_device:

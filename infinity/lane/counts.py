@@ -17,18 +17,22 @@ class LaneTimes:
     idle_s: float = 0.0
     inline_s: float = 0.0
 
-    def spent(
-        self,
-        *,
-        read_wait_s: float = 0.0,
-        work_s: float = 0.0,
-        write_wait_s: float = 0.0,
-        idle_s: float = 0.0,
-        inline_s: float = 0.0,
-    ) -> None:
-        """Add seconds."""
-        self.read_wait_s += read_wait_s
-        self.work_s += work_s
-        self.write_wait_s += write_wait_s
-        self.idle_s += idle_s
-        self.inline_s += inline_s
+    def waited_for_read(self, seconds: float) -> None:
+        """Add seconds of waiting for a read."""
+        self.read_wait_s += seconds
+
+    def worked(self, seconds: float) -> None:
+        """Add seconds at work."""
+        self.work_s += seconds
+
+    def waited_for_write(self, seconds: float) -> None:
+        """Add seconds of waiting for a write."""
+        self.write_wait_s += seconds
+
+    def idled(self, seconds: float) -> None:
+        """Add seconds with nothing to do."""
+        self.idle_s += seconds
+
+    def worked_inline(self, seconds: float) -> None:
+        """Add seconds in which another thread ran a pass."""
+        self.inline_s += seconds

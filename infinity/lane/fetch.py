@@ -7,6 +7,7 @@ that need whole matrices take two walks: see matrices.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from infinity.lane.base import Pass
 from infinity.lane.matrices import MOMENTUM, MatrixOwners, WholeMatrices
 from infinity.lane.outgoing import Lease
 from infinity.lane.passes import clear, piece_address
-from infinity.planning.layout import TilePiece, pieces, tiles
+from infinity.planning.layout import RecordSchema, TilePiece, pieces, tiles
 from infinity.planning.queue import JobLane
 from infinity.records.record import Record
 from infinity.records.update_rules import Kernel, Recipe, UpdateSpan
@@ -148,6 +149,11 @@ class FetchPass(_UnitPass):
             return False
         return record.in_one_piece(("hi",)) and record.written("hi", 0) and self._filled() > 0
 
+    @property
+    def in_memory(self) -> bool:
+        """See Pass; quick where any field of the record is on NVMe."""
+        return self.record.all_in_host and super().in_memory
+
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Cut the record into what a slot holds: several tiles, as `hi` is narrower than a whole record, and
         more of what is packed in files, which comes to the unit's memory through the slot. What is uploaded
@@ -185,13 +191,12 @@ class _UpdatingPass(_UnitPass):
     def __init__(self, unit: FetchTarget, device: Device, tile_numel: int, flat: torch.Tensor | None) -> None:
         """Begin with what is pending for `unit`, which is this pass's own as soon as it is taken over."""
         super().__init__(unit, device, tile_numel, flat)
-        self.updates: dict[int, Update] = unit.pending
-        self._pending, self._taken = unit.pending, False
+        pending = unit.pending
+        self.updates: dict[int, Update] = pending
+        self._pending, self._taken = pending, False
         self._updates_all = self._steps_all = False
         self._matrices: WholeMatrices | None = None
         self._owners: MatrixOwners | None = None
-        computes = compute_dtype(unit.record.schema)
-        self._dtypes = {"grad16": KERNEL_DTYPE[computes], "grad32": KERNEL_DTYPE[torch.float32]}
 
     def orthogonalize_by(self, owners: MatrixOwners | None) -> None:
         """Have several ranks orthogonalize whole matrices; None for one rank. Before the pass is queued."""
@@ -218,7 +223,10 @@ class _UpdatingPass(_UnitPass):
     @property
     def ready(self) -> bool:
         """Whether the gradients have come."""
-        return all(update.arriving.done for update in self.updates.values())
+        for update in self.updates.values():  # noqa: SIM110 - as in `in_memory`
+            if not update.arriving.done:
+                return False
+        return True
 
     def take_over(self) -> None:
         """From now on the updates are this pass's."""
@@ -315,8 +323,7 @@ class _UpdatingPass(_UnitPass):
 
     def _stepped(self, recipe: Recipe) -> tuple[str, ...]:
         """Return the fields of the record that the kernels of a recipe work on."""
-        names = {*self.record.schema.weights, *recipe.stepped(self.record.schema)}
-        return tuple(name for name in self.record.fields if name in names)
+        return _stepped(recipe, self.record.schema, self.record.fields)
 
     def _fields(self, start: int, stop: int) -> tuple[str, ...]:
         """Return the fields that updates of a tile work on, and those that go to their targets."""
@@ -418,12 +425,20 @@ class _UpdatingPass(_UnitPass):
         if update.field is None:
             return None
         at = piece_address(self.record, addresses[update.field], piece.start, start, update.field)
-        return at, self._dtypes[update.field]
+        dtype = torch.float32 if update.field == "grad32" else compute_dtype(self.record.schema)
+        return at, KERNEL_DTYPE[dtype]
 
     def done_processing(self) -> None:
         """Drop the gradients."""
         self.updates, self._matrices = {}, None
         super().done_processing()
+
+
+@lru_cache(maxsize=256)  # a model has few different records, and each pass asks
+def _stepped(recipe: Recipe, schema: RecordSchema, fields: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those of a record's fields that the kernels of a recipe work on."""
+    names = {*schema.weights, *recipe.stepped(schema)}
+    return tuple(name for name in fields if name in names)
 
 
 def _miss(step: Kernel, piece: TilePiece, state: dict[str, int], steps: Sequence[tuple[Any, int]]) -> None:

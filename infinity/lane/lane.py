@@ -82,6 +82,11 @@ class _Changed(threading.Condition):
         finally:
             self.waiting -= 1
 
+    def notify_all(self) -> None:
+        """As ever; quick where no thread waits."""
+        if self.waiting:
+            super().notify_all()
+
 
 class StreamLane:
     """Runs passes on a thread of its own; see [Note: how the lane makes progress]."""
@@ -187,7 +192,7 @@ class StreamLane:
                 self._give_up(job)
             raise
         ended = time.perf_counter()
-        self.times.spent(inline_s=ended - began)
+        self.times.worked_inline(ended - began)
         self._timeline.span("work", f"{type(job).__name__} {job.record.name}", began, ended)
         return True
 
@@ -219,7 +224,7 @@ class StreamLane:
         began = time.perf_counter()
         job.run_in_memory()
         ended = time.perf_counter()
-        self.times.spent(inline_s=ended - began)
+        self.times.worked_inline(ended - began)
         if self._timeline.recording:
             self._timeline.span("work", f"{type(job).__name__} {job.record.name}", began, ended)
         with self.lock:
@@ -324,8 +329,8 @@ class StreamLane:
         """Make the next bit of progress; False when it is time to stop."""
         if self._stopping:
             return False
-        with self.lock:
-            if self._begun:
+        if self._begun:  # what comes a moment later, the next turn sees
+            with self.lock:
                 self._writing.extend(self._begun)
                 self._begun.clear()
                 self._waits_since_s = 0.0
@@ -373,7 +378,7 @@ class StreamLane:
                     self.changed.wait(seconds)
                 finally:
                     self._rests = False
-        self.times.spent(idle_s=time.perf_counter() - started)
+        self.times.idled(time.perf_counter() - started)
 
     def _admissible(self) -> Pass | None:
         """Return the pass whose tile is next: see Queue.admissible, and [Note: two lanes]."""
@@ -425,11 +430,11 @@ class StreamLane:
         if reading is not None:
             with contextlib.suppress(TimeoutError):  # what has failed says so again when it is waited for
                 reading.wait(_READS_S)
-            self.times.spent(read_wait_s=time.perf_counter() - now)
+            self.times.waited_for_read(time.perf_counter() - now)
             return None
         with self.lock:
             self.changed.wait(_LOOKS_S)
-        self.times.spent(idle_s=time.perf_counter() - now)
+        self.times.idled(time.perf_counter() - now)
         return None
 
     def _take_from(self, index: int) -> LaneTile:
@@ -456,8 +461,8 @@ class StreamLane:
                 slotted.append(name)
             else:
                 addresses[name] = address
-        reads = job.ordered(name for name in reads if not record.in_host(name))
-        stored = job.ordered(name for name in writes if job.is_stored(name))
+        reads = job.ordered([name for name in reads if not record.in_host(name)])
+        stored = job.ordered([name for name in writes if job.is_stored(name)])
         slot = self._pool.lease() if slotted or reads or stored else None
         self._held += slot is not None and job.computes
         window = (0, 0)
@@ -484,7 +489,7 @@ class StreamLane:
         began = time.perf_counter()
         for transfer in tile.transfers:
             transfer.wait()
-        self.times.spent(read_wait_s=time.perf_counter() - began)
+        self.times.waited_for_read(time.perf_counter() - began)
         self._note(tile, "read", tile.reads)
         if self._worker is not None and tile.owner.computes:
             self._given += 1
@@ -500,8 +505,9 @@ class StreamLane:
         self._writing.append(tile)  # first: what has begun is waited for, even if the next cannot begin
         tile.begin_writes()
         began, ended = tile.worked_s
-        self.times.spent(work_s=ended - began)
-        self._timeline.span("work", f"{type(job).__name__} {job.record.name}", began, ended)
+        self.times.worked(ended - began)
+        if self._timeline.recording:
+            self._timeline.span("work", f"{type(job).__name__} {job.record.name}", began, ended)
         with self.lock:
             if job.progress.worked_on(ended):
                 self._processed(job)
@@ -531,14 +537,12 @@ class StreamLane:
             started = time.perf_counter()
             self._end(self._writing[0])
             self._writing.popleft()
-            self.times.spent(write_wait_s=time.perf_counter() - started)
-        under_way: deque[LaneTile] = deque()
-        for tile in self._writing:
-            if all(transfer.done for transfer in tile.transfers):
+            self.times.waited_for_write(time.perf_counter() - started)
+        over = [tile for tile in self._writing if tile.is_over]
+        if over:
+            for tile in over:
                 self._end(tile)
-            else:
-                under_way.append(tile)
-        self._writing = under_way
+            self._writing = deque(tile for tile in self._writing if tile not in over)
 
     def _end(self, tile: LaneTile) -> None:
         for transfer in tile.transfers:

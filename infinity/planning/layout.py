@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from infinity.sizes import BLOCK, round_up
 
@@ -185,11 +185,8 @@ class FlatLayout:
 
     segments: tuple[Segment, ...]
     numel: int  # elements, with padding
-
-    @property
-    def end(self) -> int:
-        """The first element behind the last parameter: what follows is padding, and never written."""
-        return max((one.stop for one in self.segments if one.numel), default=0)
+    end: int = field(init=False, repr=False, compare=False)
+    """The first element behind the last parameter: what follows is padding, and never written."""
 
     def renamed(self, names: Sequence[str]) -> FlatLayout:
         """Return the same range with other names of the parameters."""
@@ -208,6 +205,8 @@ class FlatLayout:
             end = segment.stop
         if self.numel % ALIGN_NUMEL or self.numel < end:
             raise ValueError(f"shard of {self.numel} elements: expected a multiple of {ALIGN_NUMEL} ≥ {end}")
+        last = max((one.stop for one in self.segments if one.numel), default=0)
+        object.__setattr__(self, "end", last)  # found once: each tile asks
 
 
 class FieldCuts:
@@ -223,8 +222,8 @@ class FieldCuts:
         self._schema = schema
 
     def _cut(self, name: str) -> tuple[int, int]:
-        """Return the elements and the bytes of a span."""
-        return self._of.get(name) or self.put(name, self._schema.span(name, self._tile_numel))
+        """Return the elements and the bytes of a span that is asked for the first time."""
+        return self.put(name, self._schema.span(name, self._tile_numel))
 
     def put(self, name: str, span: int) -> tuple[int, int]:
         """Cut a field into spans of so many elements; return these, and their bytes."""
@@ -237,7 +236,7 @@ class FieldCuts:
 
     def span(self, name: str) -> int:
         """Return the elements of a span."""
-        return self._cut(name)[0]
+        return (self._of.get(name) or self._cut(name))[0]
 
     def span_of(self, name: str, numel: int, nbytes: int) -> int | None:
         """Return the span with which `numel` elements of a field take `nbytes`: that of its schema, or a
@@ -252,7 +251,9 @@ class FieldCuts:
 
     def nbytes(self, name: str, numel: int) -> int:
         """Return the bytes, in whole blocks, that `numel` elements from the start of a span take."""
-        span, span_nbytes = self._cut(name)
+        span, span_nbytes = self._of.get(name) or self._cut(name)
+        if numel == span:
+            return span_nbytes
         whole, rest = divmod(numel, span)
         nbytes = whole * span_nbytes
         return nbytes + round_up(self._schema.nbytes(name, rest), BLOCK) if rest else nbytes
@@ -261,7 +262,7 @@ class FieldCuts:
         """Return the bytes from a field's start to element `start`."""
         if not start:
             return 0
-        span, span_nbytes = self._cut(name)
+        span, span_nbytes = self._of.get(name) or self._cut(name)
         whole, within = divmod(start, span)
         offset = whole * span_nbytes
         return offset + self._schema.nbytes(name, within) if within else offset

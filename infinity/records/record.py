@@ -138,7 +138,7 @@ class Record:
         """Whether the tile at element `start` of a field, or one in the same span, was ever written. A tile
         that was not counts as zeros.
         """
-        return name in self._hashes and self._hashes[name][start // self.span(name)] != 0
+        return name in self._hashes and self._hashes[name][start and start // self._cuts.span(name)] != 0
 
     def tier(self, name: str) -> str:
         """Return the name of the tier that a field is in."""
@@ -380,7 +380,8 @@ class Record:
 
     def address(self, name: str, start: int) -> int | None:
         """Return the address of element `start` of a field in host memory; None for a field on NVMe."""
-        return self.host_address(name, start) if self.in_host(name) else None
+        extent = self._extents[name]
+        return extent.offset + self._cuts.offset(name, start) if isinstance(extent.store, HostStore) else None
 
     def host_address(self, name: str, start: int) -> int:
         """Return the address of element `start` of a field that is in host memory."""
@@ -452,10 +453,9 @@ class Record:
         """Start to read elements [start, stop) of a field, whole spans, to `address`. The caller compares
         their `checksums` when the transfer has ended. urgent, more, window: see Request.
         """
-        extent, nbytes = self._extents[name], self.tile_nbytes(name, stop - start)
+        extent, nbytes = self._extents[name], self._cuts.nbytes(name, stop - start)
         disk = self._disk(extent, name)
-        what, offset = f"{self.name}.{name}", self._cuts.offset(name, start)
-        moved = nbytes
+        what, offset, moved = f"{self.name}.{name}", self._cuts.offset(name, start), nbytes
         if isinstance(disk, CheckpointStore):
             moved = disk.moved_nbytes(extent, offset, nbytes, window[1])
         self._traffic.read[disk.tier, name] += moved
@@ -512,7 +512,7 @@ class Record:
         more: bool = False,
     ) -> Transfer:
         """Start to write elements [start, stop) of a field, whole spans, to an extent; see `write`."""
-        disk, nbytes = self._disk(extent, name), self.tile_nbytes(name, stop - start)
+        disk, nbytes = self._disk(extent, name), self._cuts.nbytes(name, stop - start)
         self._traffic.written[disk.tier, name] += nbytes
         what, offset = f"{self.name}.{name}", self._cuts.offset(name, start)
         return disk.write(Request(extent, offset, address, nbytes, what, owner, more=more))
@@ -569,17 +569,17 @@ class Record:
             reads = ()
         elif self._has_tensors:  # what is updated on the device has no checksums
             reads = [name for name in reads if not self.in_device(name)]
-        parts = []
+        parts, cuts = [], self._cuts
         for name in dict.fromkeys((*reads, *writes)):
-            span, base, hashes = self.span(name), at[name] - self._cuts.offset(name, start), writes.get(name)
+            span, hashes, address = cuts.span(name), writes.get(name), at[name]
             if start % span:
                 raise ValueError(f"{self.name}.{name}: element {start} is inside a tile of {span}")
             for first in range(start, stop, span):
                 compared = name in reads and self._sample.has_next()
+                nbytes = cuts.nbytes(name, min(span, stop - first))
                 if compared or hashes is not None:
-                    nbytes = self.tile_nbytes(name, min(span, stop - first))
-                    address = base + self._cuts.offset(name, first)
                     parts.append(FieldTile(name, first // span, address, nbytes, compared, hashes))
+                address += nbytes  # spans are whole blocks, one behind the other
         return TileChecksums(self.schema, parts, self.compare, taken=self._hashes_tiles)
 
     def compare(self, name: str, tile: int, nbytes: int, found: int) -> None:

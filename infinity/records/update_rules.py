@@ -50,7 +50,7 @@ Kernel = Callable[[UpdateSpan, Any], None]
 """Makes a step, given the recipe's scalars."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
     """An optimizer's update rule.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
 from infinity.storage.store import Future, Transfer
@@ -11,18 +10,22 @@ if TYPE_CHECKING:
     import torch
 
 
-class DirectTarget(ABC):
-    """Memory of a device. As an owner of a request's memory, it is what reads."""
+class DirectTarget:
+    """Memory of a device. As an owner of a request's memory, it is what reads. No ABC: each read asks whether
+    something is one.
+    """
 
-    @abstractmethod
     def read(self, fd: int, offset: int, address: int, nbytes: int, what: str) -> Transfer:
         """Begin to bring `nbytes` of a file from `offset` on to `address`, which is in this memory."""
+        raise NotImplementedError
 
 
 def target_among(owner: object) -> DirectTarget | None:
     """Return the target that owns a request's memory; None where that is the host's."""
-    owners = owner if isinstance(owner, tuple) else (owner,)
-    return next((one for one in owners if isinstance(one, DirectTarget)), None)
+    for one in owner if isinstance(owner, tuple) else (owner,):
+        if isinstance(one, DirectTarget):
+            return one
+    return None
 
 
 class FilesToDevice(Protocol):

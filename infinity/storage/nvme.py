@@ -46,6 +46,7 @@ _OF_KERNEL = frozenset(
 _hung: list[object] = []
 """Memory and files of disks that hang: kept for ever, as the disk may still write there."""
 
+_URGENT, _NORMAL, _BEHIND = aio.Priority.URGENT, aio.Priority.NORMAL, aio.Priority.BEHIND
 Opening = Callable[[aio.IoEngine], aio.File]
 """Opens the file of a store with its engine."""
 
@@ -216,24 +217,32 @@ class NvmeStore:
         if direct is not None:
             place = self._file.fd, request.extent.offset + request.start
             return direct.read(*place, request.address, request.nbytes, request.what)
-        return self._begin(self.engine.read, request, aio.Priority.NORMAL)
+        extent, start, address, nbytes, what, owner, urgent, more, _ = request
+        priority = _URGENT if urgent else _NORMAL
+        return self.engine.read(
+            self._file,
+            extent.offset + start,
+            address,
+            nbytes,
+            what=what,
+            owner=owner,
+            priority=priority,
+            more=more,
+        )
 
     def write(self, request: Request) -> aio.Completion:
         """Begin a write, with lower priority than reads unless it is urgent; see DiskStore."""
-        return self._begin(self.engine.write, request, aio.Priority.BEHIND)
-
-    def _begin(
-        self, transfer: Callable[..., aio.Completion], request: Request, priority: aio.Priority
-    ) -> aio.Completion:
-        return transfer(
+        extent, start, address, nbytes, what, owner, urgent, more, _ = request
+        priority = _URGENT if urgent else _BEHIND
+        return self.engine.write(
             self._file,
-            request.extent.offset + request.start,
-            request.address,
-            request.nbytes,
-            what=request.what,
-            owner=request.owner,
-            priority=aio.Priority.URGENT if request.urgent else priority,
-            more=request.more,
+            extent.offset + start,
+            address,
+            nbytes,
+            what=what,
+            owner=owner,
+            priority=priority,
+            more=more,
         )
 
     def where(self, extent: Extent, start: int) -> str:

@@ -14,6 +14,7 @@ from infinity.records.record import Record
 from infinity.tensors import as_bytes, is_distributed, local
 
 _version: Callable[[torch.Tensor], int] = attrgetter("_version")
+_unguarded = torch._C.DisableTorchFunctionSubclass
 
 COMPARED_EVERY = 64
 """Uses from one comparison of a unit's whole content to the next, from the first on: what changes weights
@@ -34,6 +35,8 @@ class Changes:
         """How many `gathered(..., write=True)` are under way: changes are kept."""
         self.parameters = parameters
         self._distributed = any(map(is_distributed, parameters))
+        self._is_set_to = _is_set_to if self._distributed else torch.Tensor.is_set_to
+        """Asked at each use, and so no call of Python's for ordinary parameters."""
         self._record = record
         self._views: list[torch.Tensor] = []
         self._counters: list[torch.Tensor] = []
@@ -75,8 +78,10 @@ class Changes:
         self._versions = self._present()
 
     def end(self) -> None:
-        """The parameters are released."""
-        self._views = []
+        """The parameters, which torch still answers for, are about to be released; of DTensors, and where a
+        version is raised meanwhile, `left` follows.
+        """
+        self._views, self._left = [], list(map(_version, self.parameters))
         if self._digests:
             self._digests = {}
 
@@ -88,7 +93,7 @@ class Changes:
         """Return the versions of parameters that are released; of a DTensor with that of its local tensor,
         which to_local() hands out.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # a version is no value: no guard need be asked
+        with _unguarded():  # a version is no value: no guard need be asked
             versions = list(map(_version, self.parameters))
         if self._counters:
             pairs = zip(versions, self._counters, strict=True)
@@ -124,22 +129,16 @@ class Changes:
         """Return the name of a parameter changed since it was attached, or since this was asked; None if none
         was, or changes are kept.
         """
-        if not self._views or self.editors or not self._may_have_changed():
+        if not self._views or self.editors:
+            return None
+        as_it_was = not self._digests and self._versions == self._present()
+        if as_it_was and all(map(self._is_set_to, self.parameters, self._views)):  # as nearly always
             return None
         index = self._changed()
         if index is None:
             return None
         self.mark()
         return self._record.unit_layout.segments[index].name
-
-    def _may_have_changed(self) -> bool:
-        """Whether `_changed` has to look. Asked at each use, and so without a call of Python's for each
-        parameter.
-        """
-        if self._digests or self._versions != self._present():
-            return True
-        asked = _is_set_to if self._distributed else torch.Tensor.is_set_to
-        return not all(map(asked, self.parameters, self._views))
 
     def _present(self) -> list[int]:
         """Return the parameters' versions; of a DTensor that of its local tensor is another one."""

@@ -45,6 +45,7 @@ from infinity.units.released import Released, placeholder
 logger = logging.getLogger("infinity")
 _set_data = DATA.__set__
 """What forms.py does, without a call for each ordinary parameter: see `attach`."""
+_shares: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 class AttachedWatch(Protocol):
@@ -167,6 +168,14 @@ class Unit:
                 return True
         return False
 
+    @property
+    def trains_whole(self) -> bool:
+        """Whether every parameter will get a gradient."""
+        for parameter in self.parameters:  # noqa: SIM110 - as in `trainable`
+            if not parameter.requires_grad:
+                return False
+        return True
+
     def values_changed(self) -> None:
         """Count a change of the values that the user can see."""
         self.version += 1
@@ -227,14 +236,15 @@ class Unit:
             self._bind(self._opened.blocks.come(self.layout.numel, self.flat.dtype), None)
         elif memory is not self._memory:
             self._bind(wrap(memory, self.layout.numel, self.flat.dtype), memory)
-        if self.on_device:
+        if self.record.on_device and self.on_device:
             self.record.arrived("hi")
 
     def _place_of_hi(self) -> mmap | torch.Tensor | None:
         """Return the memory of `hi` in which the unit is resident, to stay; None where there is none."""
-        if self.on_device:
-            return self.record.tensor("hi")
-        return self.record.memory("hi") if self._opened.in_place else None
+        record = self.record
+        if record.on_device and not self.in_parts:
+            return record.tensor("hi")
+        return record.memory("hi") if self._opened.in_place else None
 
     def make_private(self) -> None:
         """Move a resident unit to memory of its own, where changes do not change the record."""
@@ -287,7 +297,7 @@ class Unit:
         return True
 
     def _bind(self, flat: torch.Tensor, memory: mmap | torch.Tensor | None) -> None:
-        self.unbind()
+        self._leave_memory()
         self.flat, self._memory = flat, memory
         self.storage_key = int(flat.untyped_storage()._cdata)
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -304,21 +314,24 @@ class Unit:
 
     def unbind(self) -> None:
         """Drop the references to the memory."""
-        if self._has_block:
-            self._opened.blocks.leaving(self.flat)
-        self._opened.by_storage.pop(self.storage_key, None)
+        self._leave_memory()
         self.flat = torch.empty(0, dtype=self.flat.dtype, device="cpu")
         self.storage_key = int(self.flat.untyped_storage()._cdata)
         self._memory = None
         self._views = []
 
+    def _leave_memory(self) -> None:
+        if self._has_block:
+            self._opened.blocks.leaving(self.flat)
+        self._opened.by_storage.pop(self.storage_key, None)
+
     def deallocate(self) -> None:
         """Give the unit's memory back, unless `hi` lies in it; tensors that share it keep it, see
         [Note: abandoned storage].
         """
-        shared = self.shares() != self._own_shares and self._is_shared()
+        shared = _shares(self.storage_key) != self._own_shares and self._is_shared()
         if self._pinned:
-            if self.on_device:
+            if self.record.on_device and self.on_device:
                 self.record.used("hi")
             if not shared:
                 return
@@ -327,7 +340,7 @@ class Unit:
 
     def shares(self) -> int:
         """Return how many tensors share the unit's storage."""
-        return int(torch._C._storage_Use_Count(self.storage_key))
+        return _shares(self.storage_key)
 
     def attach(self, *, aside: bool = False) -> None:
         """Let the parameters be their values: `aside`, for a use that is no part of a step, as nothing but
@@ -385,9 +398,11 @@ class Unit:
             parameter.__class__ = Released
         if self._abandoned:
             self._abandoned = [storage for storage in self._abandoned if not storage.expired()]
-        if saved and self.shares() == self._own_shares and not self._abandoned:
+        raised = saved and self.shares() == self._own_shares and not self._abandoned
+        if raised:
             torch.autograd.graph.increment_version([self.parameters[index] for index in saved])
-        self.changes.left()
+        if raised or self.distributed:
+            self.changes.left()
 
     def saved(self) -> list[int]:
         """Return the parameters that graphs hold themselves, and read again, not views of their values."""
