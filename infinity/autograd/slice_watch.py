@@ -58,10 +58,10 @@ class SliceWatch:
         else:
             self.freezes += 1
 
-    def accumulated(self, unit: Unit, parameter: nn.Parameter) -> None:
-        """Note that a parameter of a unit, a slice or not, has been given a gradient by autograd."""
-        if unit not in self._used:  # else it is looked at in any case
-            self.assigned(parameter, "grad")
+    def gradient_came(self, parameter: nn.Parameter) -> None:
+        """Note that autograd has brought a gradient of a parameter, a slice or not."""
+        if id(parameter) in self._slices:
+            self._may_have[id(parameter)] = parameter
 
     def attached(self, unit: Unit) -> None:
         """The parameters of a unit are attached: nobody sees what is assigned to them from now on, so that
