@@ -70,7 +70,7 @@ def test_gradients_that_autograd_brings_are_found_of_units_that_were_used_and_of
     used.attached = other.attached = False
     for unit in (used, other):
         unit.parameters[0].grad = torch.ones(2)
-        watch.accumulated(unit, unit.parameters[0])
+        watch.gradient_came(unit.parameters[0])
     for _ in range(2):
         assert set(map(id, watch.with_gradients())) == {id(slices[0]), id(slices[1])}
 
