@@ -58,8 +58,6 @@ class MachineGathering(Gathering):
                 "compute with the same memory. Likely cause: a Ctrl-C, or an error, on one rank alone. Start "
                 "again from the last checkpoint"
             )
-        for share in shares:
-            share.show()
 
     def _cross(self, shares: Sequence[MachineShare], channel: Channel) -> None:
         """Exchange the shares with the ranks of this one's number on the other machines, all at once, and

@@ -47,7 +47,7 @@ _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _LIBC.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-_MADV_REMOVE, _MADV_POPULATE_READ = 9, 22
+_MADV_REMOVE = 9
 _PEER = struct.Struct("3i")
 """Of SO_PEERCRED: process, user, group."""
 _RANK = struct.Struct("=q")
@@ -164,13 +164,6 @@ def make_private(buffer: Any) -> None:
     """Have every page of a private mapping be a copy, of what it shows now."""
     for place in range(0, ctypes.sizeof(buffer), PAGE):
         buffer[place] = buffer[place]  # the write makes the copy
-
-
-def map_now(buffer: Any) -> None:
-    """Map all pages of a mapping at once, where the kernel does that (Linux 5.14): else each few as they are
-    read.
-    """
-    _LIBC.madvise(ctypes.addressof(buffer), ctypes.sizeof(buffer), _MADV_POPULATE_READ)
 
 
 def let_be_zeros(buffer: Any, offset: int, nbytes: int) -> None:

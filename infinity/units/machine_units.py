@@ -37,7 +37,7 @@ import torch
 from infinity import kernels
 from infinity.device.blocks import Blocks, HostBlocks
 from infinity.ranks.group import Ranks
-from infinity.ranks.shared_memory import PAGE, SharedMemory, make_private, map_now, open_shared
+from infinity.ranks.shared_memory import PAGE, SharedMemory, make_private, open_shared
 from infinity.records.record import Record
 from infinity.records.updates import PendingUpdates
 from infinity.sizes import round_up
@@ -205,15 +205,6 @@ class MachinePlace:
         elif not self._releases.in_child and (buffer := self._buffer()) is not None:
             make_private(buffer)
 
-    def show(self) -> None:
-        """Map what all have brought to the place, if the unit is there: on the thread that calls this, so
-        that the one that computes need not wait for each page.
-        """
-        reference = self._buffer
-        buffer = None if reference is None else reference()
-        if buffer is not None:
-            map_now(buffer)
-
     def _shows(self, flat: torch.Tensor) -> bool:
         return self._shown_at != 0 and flat.data_ptr() == self._shown_at
 
@@ -264,8 +255,6 @@ class MachineShare:
         self.pending: PendingUpdates = unit.pending
         self.generation = place.generation
         """Which fetch of the unit it is: the same on all ranks."""
-        self.show = place.show
-        """Maps all of the unit; see MachinePlace."""
         self.flat = place.share(unit.flat.dtype)
         self.brought = place.brought()
         """Addresses of the shares of the ranks that have this one's number on their machines, by machine."""
