@@ -72,7 +72,7 @@ NOTING: Sequence[tuple[type[Any], str]] = (
     (DecidedUpdates, "add"),
     (MissedSteps, "due"),
     (Stack, "tell"),
-    (SliceWatch, "accumulated"),
+    (SliceWatch, "gradient_came"),
     (SliceWatch, "assigned"),
     (SliceWatch, "attached"),
 )
