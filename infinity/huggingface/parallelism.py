@@ -1,4 +1,4 @@
-"""Accelerate's ParallelismConfig(tp_size=...), the Trainer's `parallelism_config`, for a model over a mesh.
+"""Accelerate's ParallelismConfig(tp_size=..., sp_size=...), the Trainer's `parallelism_config`.
 
 [Note: a keyword of Accelerate's]
 With tp_size=N Accelerate makes a mesh, gives the N ranks beside each other the same batches, and finds the
@@ -10,6 +10,10 @@ On CPUs Accelerate refuses the keyword while the Trainer is made, before any cal
 TrainerCallback has ParallelismConfig check an Accelerator of CPUs as one of devices: with a tp_size, in a
 Trainer that is being made with such a callback, and nowhere else. The rest of its checks are made, as of the
 product of the sizes.
+
+With sp_size=N Accelerate wants DeepSpeed, and the Trainer calls it. Where N ranks share each sequence of the
+model, the Accelerator is left without the keyword before either happens, on CPUs and devices: the batches are
+split by split_sequences.py.
 
 transformers marks a model that from_pretrained(tp_plan="auto") or (distributed_config=...) divides, for which
 the Trainer makes a ParallelismConfig itself, and refuses checkpoints. Ours have all that they need, so
@@ -27,6 +31,7 @@ from infinity.engine.engine import engine_of, engine_of_model
 from infinity.errors import UnsupportedError
 from infinity.huggingface.plans import hold_own_heads
 from infinity.huggingface.running_trainer import given_callbacks, made_trainer
+from infinity.huggingface.split_sequences import compare_sequences
 from infinity.tensors import is_distributed
 
 _SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
@@ -37,7 +42,7 @@ _CURE = (
 
 
 def admit(callback: type) -> None:
-    """Let Trainers that are given a `callback` be made with a tp_size on CPUs, too."""
+    """Let Trainers that are given a `callback` be made with a tp_size on CPUs, and with an sp_size, too."""
     try:
         from accelerate.parallelism_config import ParallelismConfig
     except ImportError:
@@ -48,10 +53,15 @@ def admit(callback: type) -> None:
 
     @wraps(usual)
     def validated(config: Any, accelerator: Any) -> Any:
-        given = given_callbacks()
-        if config.tp_size > 1 and any(one is callback or isinstance(one, callback) for one in given):
-            model = getattr(made_trainer(), "model", None)
-            if model is not None and _is_kept(model):
+        given = any(one is callback or isinstance(one, callback) for one in given_callbacks())
+        model = getattr(made_trainer(), "model", None) if given else None
+        kept = model is not None and _is_kept(model)
+        if kept and config.sp_size > 1:
+            compare_sequences(model, config)
+            _take_from(accelerator)
+            return None
+        if given and config.tp_size > 1:
+            if kept:
                 take_marks_off(model)
                 check_sizes(model, config)
             accelerator = _OnDevices(accelerator)
@@ -99,8 +109,12 @@ def take_over(model: nn.Module, args: Any) -> None:
         return
     trainer.is_distributed_loading_by_transformers = False
     if getattr(accelerator, "parallelism_config", None) is not None:
-        accelerator.state.parallelism_config = None
-        accelerator.state.device_mesh = None
+        _take_from(accelerator)
+
+
+def _take_from(accelerator: Any) -> None:
+    accelerator.state.parallelism_config = None
+    accelerator.state.device_mesh = None
 
 
 def check_sizes(model: nn.Module, asked: Any) -> None:

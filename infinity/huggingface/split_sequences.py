@@ -5,8 +5,9 @@ whole ones.
 The ranks of a sequence are given the same batches, by the sampler that Accelerate has made: it shares them
 among sequences in the place of ranks. So steps, epochs, and the batches that a resumed training skips are
 those of a training with one rank for each sequence. What the Trainer takes from its loader is split before it
-counts labels, so that it counts each once. Its own setting, ParallelismConfig(sp_size=...), is DeepSpeed's:
-with it the Trainer imports that package to split batches and to add losses.
+counts labels, so that it counts each once. With its own setting, ParallelismConfig(sp_size=...), the Trainer
+would import DeepSpeed to split batches and to add losses: it is compared with the model, and then taken from
+the Trainer's Accelerator; see parallelism.py.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from infinity.sequences.parallel import SequenceParallel, is_divided, sequences_
 def split_sequences(model: nn.Module, args: Any) -> None:
     """Let the Trainer that is being made train `model` on sequences in parts, where ranks share them.
 
-    Raises: UnsupportedError for Accelerate's own settings of it, and for losses of a rank's logits alone.
+    Raises: UnsupportedError for settings of Accelerate's that say otherwise, and for losses of a rank's
+    logits alone.
     """
     trainer: Any = made_trainer()
     # `accelerate launch` may give one by the environment, to the Accelerator alone
     for asked in (args, getattr(trainer, "accelerator", None)):
-        _refuse(getattr(asked, "parallelism_config", None))
+        compare_sequences(model, getattr(asked, "parallelism_config", None))
     if trainer is not None and _shares(model):
         check_losses(args, trainer)
         _SplitTraining(trainer)
@@ -84,15 +86,25 @@ def _shares(model: nn.Module) -> bool:
     return is_divided(model) and sequences_of(model).size > 1
 
 
-def _refuse(asked: Any) -> None:
-    """Raises: UnsupportedError for a ParallelismConfig that divides sequences."""
+def compare_sequences(model: nn.Module, asked: Any) -> None:
+    """Compare a ParallelismConfig, or None, with the ranks that share each sequence of a model.
+
+    Raises: UnsupportedError with the numbers of both where it says something else.
+    """
+    ranks = sequences_of(model).size if is_divided(model) else 1
     for name, what in (("sp_size", "DeepSpeed, which splits batches"), ("cp_size", "FSDP")):
         size = getattr(asked, name, None) or 1
-        if size > 1:
+        if size > 1 and (ranks == 1 or name == "cp_size"):
             raise UnsupportedError(
                 f"ParallelismConfig({name}={size}): for that Accelerate needs {what}. Leave it out, and "
                 f"build the model with infinity.Config(sequence_parallel={size}): TrainerCallback then "
                 "splits the batches"
+            )
+        if size not in (1, ranks):
+            raise UnsupportedError(
+                f"ParallelismConfig({name}={size}), but {ranks} ranks share each sequence of "
+                f"{type(model).__name__}, by its Config(sequence_parallel={ranks}). Set {name}={ranks}, or "
+                "give no ParallelismConfig: the Trainer needs none"
             )
 
 

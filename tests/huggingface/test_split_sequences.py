@@ -12,7 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader
 
 import models
 from infinity import UnsupportedError
-from infinity.huggingface.split_sequences import check_losses, share, split_sequences
+from infinity.huggingface import split_sequences as module
+from infinity.huggingface.split_sequences import check_losses, compare_sequences, share, split_sequences
 
 ROWS = torch.arange(12).unsqueeze(1)
 
@@ -24,6 +25,18 @@ def test_accelerates_own_division_of_sequences_is_refused_with_what_to_build_ins
     with pytest.raises(UnsupportedError, match=rf"{name}=2.*{whose}.*Config\(sequence_parallel=2\)"):
         split_sequences(models.MODELS["llama"](), arguments)
     split_sequences(models.MODELS["llama"](), SimpleNamespace(parallelism_config=None))
+
+
+def test_a_size_that_is_not_the_models_is_refused_with_both_and_its_own_is_taken(monkeypatch):
+    monkeypatch.setattr(module, "is_divided", lambda _model: True)
+    monkeypatch.setattr(module, "sequences_of", lambda _model: SimpleNamespace(size=4))
+    model = models.MODELS["llama"]()
+    compare_sequences(model, accelerate.ParallelismConfig(sp_size=4))
+    compare_sequences(model, accelerate.ParallelismConfig())
+    with pytest.raises(UnsupportedError, match=r"sp_size=2\), but 4 ranks share .*Llama.*Set sp_size=4"):
+        compare_sequences(model, accelerate.ParallelismConfig(sp_size=2))
+    with pytest.raises(UnsupportedError, match=r"cp_size=4.*FSDP"):
+        compare_sequences(model, accelerate.ParallelismConfig(cp_size=4))
 
 
 @pytest.mark.parametrize(("sequences", "rank"), [(1, 0), (2, 1)])

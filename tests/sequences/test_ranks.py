@@ -111,7 +111,7 @@ def test_deepspeeds_sequence_parallel_size_and_curriculum_by_length_are_applied(
 @pytest.mark.slow
 def test_the_trainer_trains_on_parts_as_a_loop_over_whole_sequences_and_evaluates_whole_ones(answers):
     """Two accumulated batches a step; SGD, so that the scale of gradients shows. Whether its callback splits
-    batches, or a loader that takes the ranks' own in turn.
+    batches, as ParallelismConfig(sp_size=2) says, or a loader that takes the ranks' own in turn.
     """
     for one in answers(2, "trainer"):
         for way in ("callback", "loader"):
@@ -126,3 +126,4 @@ def test_the_trainer_resumes_in_the_middle_of_an_epoch_of_parts_and_refuses_whol
         assert one["resumed"]["losses"][-1] == pytest.approx(one["expected"][-1], rel=1e-5)
         assert "give it the callback when it is made" in one["refused"]
         assert "step 1 is in the middle of an epoch of 2 steps" in one["skipped"]
+        assert "sp_size=3), but 2 ranks share each sequence" in one["other"]

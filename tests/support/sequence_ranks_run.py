@@ -14,6 +14,7 @@ import traceback
 from functools import partial
 from pathlib import Path
 
+import accelerate
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -355,7 +356,10 @@ def trainer():
     answers = {"expected": expected, "evaluated": sum(evaluated) / len(evaluated)}
     for way in ("callback", "loader"):
         model = offloaded("llama", size)
-        ours = trainer_of(folder, way, model, data, save_strategy="steps", save_steps=1)
+        asked = (
+            {"parallelism_config": accelerate.ParallelismConfig(sp_size=size)} if way == "callback" else {}
+        )
+        ours = trainer_of(folder, way, model, data, save_strategy="steps", save_steps=1, **asked)
         ours.train()
         apart = max(float((one - state[name]).abs().max()) for name, one in weights(model).items())
         answers[way] = {"losses": losses_of(ours), "apart": apart}
@@ -369,6 +373,10 @@ def trainer():
             first = str(folder / "checkpoint-1")
             answers["skipped"] = said_of(partial(again.train, resume_from_checkpoint=first))
     answers["refused"] = said_of(lambda: late(folder, offloaded("llama", size), data))
+    other = accelerate.ParallelismConfig(sp_size=3)
+    answers["other"] = said_of(
+        lambda: trainer_of(folder, "callback", offloaded("llama", size), data, parallelism_config=other)
+    )
     return answers
 
 
