@@ -54,9 +54,9 @@ def admit(callback: type) -> None:
     @wraps(usual)
     def validated(config: Any, accelerator: Any) -> Any:
         given = any(one is callback or isinstance(one, callback) for one in given_callbacks())
-        model = getattr(made_trainer(), "model", None) if given else None
+        model: Any = getattr(made_trainer(), "model", None) if given else None
         kept = model is not None and _is_kept(model)
-        if kept and config.sp_size > 1:
+        if kept and (getattr(config, "sp_size", None) or 1) > 1:
             compare_sequences(model, config)
             _take_from(accelerator)
             return None
