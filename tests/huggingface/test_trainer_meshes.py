@@ -4,11 +4,9 @@ Trusted: the same parallel model in memory, given the same batches; what the ran
 mesh_trainer_run.py. Nothing is faked.
 """
 
-import functools
-import json
-
 import pytest
 
+from answers import answering, read_answers
 from launches import forked
 from places import SUPPORT
 
@@ -26,20 +24,14 @@ slow = pytest.mark.slow
 def answers(tmp_path_factory):
     """Return a function that says what each rank of a launch answers in a case."""
 
-    @functools.cache
-    def all_of(launch):
+    def launched(launch):
         ranks, data = LAUNCHES[launch]
         folder = tmp_path_factory.mktemp("mesh")
         cases = CASES if data > 1 else [*CASES, DIVIDED]
         forked(ranks, SUPPORT / "mesh_trainer_run.py", folder, data, *cases)
-        return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+        return read_answers(folder, ranks)
 
-    def answer(launch, case):
-        given = [one[case] for one in all_of(launch)]
-        assert [one["trace"] for one in given if "trace" in one] == []
-        return given
-
-    return answer
+    return answering(launched)
 
 
 @slow

@@ -5,11 +5,9 @@ What threads that compute have of torch, and all that the engine maps, is counte
 Nothing is faked.
 """
 
-import functools
-import json
-
 import pytest
 
+from answers import answering, read_answers
 from launches import forked
 from places import SUPPORT
 
@@ -29,19 +27,13 @@ pytestmark = [pytest.mark.multi, pytest.mark.disk]
 def answers(tmp_path_factory):
     """Return a function that says what each rank of a launch answers in a case."""
 
-    @functools.cache
-    def all_of(launch):
+    def launched(launch):
         ranks, cases = LAUNCHES[launch]
         folder = tmp_path_factory.mktemp("peaks")
         forked(ranks, SUPPORT / "mesh_peaks_run.py", folder, *cases)
-        return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+        return read_answers(folder, ranks)
 
-    def answer(launch, case):
-        given = [one[case] for one in all_of(launch)]
-        assert [one["trace"] for one in given if "trace" in one] == []
-        return given
-
-    return answer
+    return answering(launched)
 
 
 @pytest.mark.parametrize(

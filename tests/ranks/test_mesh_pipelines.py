@@ -5,11 +5,9 @@ Losses, weights and moments are compared bit for bit with the same pipeline of t
 Nothing is faked.
 """
 
-import functools
-import json
-
 import pytest
 
+from answers import answering, read_answers
 from launches import forked
 from places import SUPPORT
 
@@ -34,20 +32,14 @@ pytestmark = [pytest.mark.multi, pytest.mark.disk, pytest.mark.slow]
 def answers(tmp_path_factory):
     """Return a function that says what each rank of a mesh answers in a case."""
 
-    @functools.cache
-    def all_of(mesh):
+    def launched(mesh):
         ranks, data, tensor, cases = MESHES[mesh]
         folder = tmp_path_factory.mktemp("mesh")
         more = ["checkpoints"] if mesh == SAVES else []
         forked(ranks, SUPPORT / "mesh_pipeline_run.py", folder, data, tensor, *cases, *more)
-        return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+        return read_answers(folder, ranks)
 
-    def answer(mesh, case):
-        given = [one[case] for one in all_of(mesh)]
-        assert [one["trace"] for one in given if "trace" in one] == []
-        return given
-
-    return answer
+    return answering(launched)
 
 
 @pytest.mark.parametrize(("mesh", "case"), [(mesh, case) for mesh in MESHES for case in MESHES[mesh][3]])

@@ -4,13 +4,12 @@ What they do is in mesh_run.py.
 Losses, weights and moments are compared bit for bit with the same parallel model in memory. Nothing is faked.
 """
 
-import functools
 import importlib.util
-import json
 import re
 
 import pytest
 
+from answers import answering, read_answers
 from launches import forked
 from places import SUPPORT
 
@@ -75,20 +74,13 @@ def of(*cases, first="tp 2"):
 def answers(tmp_path_factory):
     """Return a function that says what each rank of a launch answers in a case."""
 
-    @functools.cache
-    def all_of(launch):
+    def launched(launch):
         ranks, data, cases = LAUNCHES[launch]
         folder = tmp_path_factory.mktemp("mesh")
         forked(ranks, SUPPORT / "mesh_run.py", folder, data, *cases)
-        files = [folder / f"{rank}.json" for rank in range(ranks)]
-        return [json.loads(one.read_text(encoding="utf-8")) for one in files if one.exists()]
+        return read_answers(folder, ranks, missing=True)
 
-    def answer(launch, case):
-        given = [one[case] for one in all_of(launch)]
-        assert [one["trace"] for one in given if "trace" in one] == []
-        return given
-
-    return answer
+    return answering(launched)
 
 
 @pytest.mark.parametrize(("launch", "case"), of())

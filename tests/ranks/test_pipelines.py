@@ -5,11 +5,9 @@ Losses, weights and moments of all stages are compared bit for bit with the same
 is faked.
 """
 
-import functools
-import json
-
 import pytest
 
+from answers import answering, read_answers
 from launches import forked
 from places import SUPPORT
 
@@ -81,20 +79,13 @@ def of(launch):
 def answers(tmp_path_factory):
     """Return a function that says what each rank of a launch answers in a case."""
 
-    @functools.cache
-    def all_of(launch):
+    def launched(launch):
         ranks, data, cases = LAUNCHES[launch]
         folder = tmp_path_factory.mktemp("pipeline")
         forked(ranks, SUPPORT / "pipeline_run.py", folder, data, *cases)
-        files = [folder / f"{rank}.json" for rank in range(ranks)]
-        return [json.loads(one.read_text(encoding="utf-8")) for one in files if one.exists()]
+        return read_answers(folder, ranks, missing=True)
 
-    def answer(launch, case):
-        given = [one[case] for one in all_of(launch)]
-        assert [one["trace"] for one in given if "trace" in one] == []
-        return given
-
-    return answer
+    return answering(launched)
 
 
 @pytest.mark.parametrize(("launch", "case"), [one for launch in LAUNCHES for one in of(launch)])

@@ -1,5 +1,6 @@
 """What each rank of a launched program answers, for the test that has launched it."""
 
+import functools
 import gc
 import json
 import time
@@ -35,3 +36,23 @@ def refused(call):
             error = error.__cause__
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def read_answers(folder: Path, ranks: int, *, missing: bool = False) -> list[dict]:
+    """Read what each rank wrote; missing: a rank that was to die has written nothing."""
+    files = [folder / f"{rank}.json" for rank in range(ranks)]
+    return [json.loads(one.read_text(encoding="utf-8")) for one in files if one.exists() or not missing]
+
+
+def answering(launched):
+    """Return a function that says what each rank of a launch answers in a case. launched: runs a launch, by
+    its name, and returns what its ranks have answered; called once for each.
+    """
+    all_of = functools.cache(launched)
+
+    def answer(launch, case):
+        given = [one[case] for one in all_of(launch)]
+        assert [one["trace"] for one in given if "trace" in one] == []
+        return given
+
+    return answer
