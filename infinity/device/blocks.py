@@ -42,8 +42,8 @@ class UnitBuffers(Buffers):
     period (a step or a round) or the one before: that memory was in use then, and will be again. They take no
     more than the shares have in all, so that little is left of a whole model that was gathered. Without that,
     units of several sizes in a window that is full would take turns in giving their pages to the system and
-    faulting them in anew (measured: a quarter of what a generation reads, and a third of its seconds). Where
-    the window holds less than two or three of the largest units, some still do.
+    faulting them in anew (measured: a quarter of what a generation reads, and 15 % of its seconds). Where the
+    window holds less than two or three of the largest units, some still do.
     """
 
     def __init__(self, *shares: Ledger) -> None:
