@@ -36,7 +36,9 @@ from infinity.bench.planning.plan import planned_of
 from infinity.bench.planning.planned import Planned
 from infinity.bench.targets import Target
 from infinity.errors import ConfigError
+from infinity.planning.capacity import HOST_MEMORY, PROCESS
 from infinity.sizes import format_size, parse_size
+from infinity.storage import disk_speed
 
 HELP = "a model many times larger than its memory, beside what was planned of it"
 LIMIT = 0.1
@@ -61,7 +63,7 @@ class LargeRun:
     peak_nbytes: int
     """Above the memory after the imports."""
     planned_nbytes: int
-    """Of host memory: the budget and what computing takes beside it."""
+    """Of host memory, but for Python and torch."""
     loss: float
 
     @property
@@ -97,6 +99,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.steps <= SETTLING:
         raise ConfigError(f"--steps {options.steps}: the first {SETTLING} are not counted. Ask for more.")
     with folder_on(options.nvme) as folder:
+        disk_speed.measure(str(folder))  # a disk that others use is not as fast at all times
         planned = plan_of(options, folder, console)
         if not planned.fits:
             raise ConfigError(f"{options.model} does not fit: {'; '.join(planned.reasons)}")
@@ -124,6 +127,7 @@ def beside(options: argparse.Namespace, planned: Planned, measured: Measured) ->
     if need is None:
         raise ConfigError(planned.refusal)
     moved = need.read_nbytes + need.written_nbytes
+    memory = next(one for one in planned.needs if one.what == HOST_MEMORY)
     return LargeRun(
         model=options.model,
         parameters=measured.parameters,
@@ -134,7 +138,7 @@ def beside(options: argparse.Namespace, planned: Planned, measured: Measured) ->
         bytes_per_parameter=measured.bytes_per_parameter,
         planned_bytes_per_parameter=moved / measured.parameters,
         peak_nbytes=measured.peak_nbytes,
-        planned_nbytes=need.held_nbytes + need.working_nbytes,
+        planned_nbytes=sum(nbytes for what, nbytes in memory.parts if what != PROCESS),
         loss=measured.loss,
     )
 

@@ -21,16 +21,20 @@ LAYERS = 2
 """Blocks of the model that is timed."""
 
 _FLOPS_MOST = 1e11
-"""The largest forward and backward to time: some seconds on a few cores."""
+"""The largest forward and backward to time alone: half a second to some seconds on a few cores."""
+_FLOPS_MORE = 4e11
+"""Of the second one, where all tokens take more than that."""
 _TOKENS_LEAST = 32
-"""With fewer tokens a matrix product is bound by memory, and does not scale to more tokens."""
+"""With fewer, the cores mostly wait for weights."""
 
 _GIVE = "Give --compute TFLOPS (per rank, as reached in training), or --compute-seconds."
 
 
 def compute_seconds(name: str, outline: Outline, tokens: int, sequence: int) -> float:
     """Time forward and backward of the model with `LAYERS` blocks in memory, in bf16, with recomputation, and
-    scale the seconds to the whole model by operations. If all tokens would take long, fewer are timed.
+    scale the seconds to the whole model by operations. Where all tokens would take long, two smaller numbers
+    of them are timed, and the line through both tells the rest: part of the seconds is for reading weights
+    and making gradients, and the same for any number of tokens.
 
     name: a preset, or the path of a config.json.
 
@@ -43,30 +47,51 @@ def compute_seconds(name: str, outline: Outline, tokens: int, sequence: int) -> 
             f"{outline.name}: cannot be built with {LAYERS} blocks, to time it ({first_line(error)}) {_GIVE}"
         ) from error
     small = outline_of_model(model, width)
-    share = min(1.0, _FLOPS_MOST / flops(small, tokens, sequence))
-    timed = tokens if share == 1 else max(int(tokens * share), min(tokens, _TOKENS_LEAST))
-    length = min(sequence, timed)
-    timed -= timed % length
-    operations, nbytes = flops(small, timed, length), 4 * small.parameters
-    if operations > 4 * _FLOPS_MOST or nbytes > psutil.virtual_memory().available // 2:
+    asked = flops(small, tokens, sequence)
+    few = _batch(tokens, sequence, _FLOPS_MOST / asked)
+    operations, nbytes = flops(small, *few), 4 * small.parameters
+    if operations > _FLOPS_MORE or nbytes > psutil.virtual_memory().available // 2:
         raise ConfigError(
             f"{outline.name}: {LAYERS} of its blocks and its head take {operations / 1e12:,.1f} TFLOP and "
             f"{format_size(nbytes)}, too much to time on this machine. {_GIVE}"
         )
-    ids = torch.zeros(timed // length, length, dtype=torch.long)
     try:
         real = _real(model)
-
-        def step() -> None:
-            real(input_ids=ids, labels=ids).loss.backward()
-            real.zero_grad(set_to_none=True)
-
-        step()
+        _step(real, few)  # the first takes longer
+        seconds = best(lambda: _step(real, few), repeats=2)
+        more = _batch(tokens, sequence, _FLOPS_MORE / asked)
+        if flops(small, *more) >= 2 * operations:
+            longer = best(lambda: _step(real, more), repeats=2)
+            seconds = extrapolated((operations, seconds), (flops(small, *more), longer), asked)
+            operations = asked
     except Exception as error:
         raise ConfigError(
             f"{outline.name}: {LAYERS} of its blocks do not train here ({first_line(error)}). {_GIVE}"
         ) from error
-    return best(step, repeats=2) * flops(outline, tokens, sequence) / operations
+    return seconds * flops(outline, tokens, sequence) / operations
+
+
+def extrapolated(few: tuple[float, float], more: tuple[float, float], operations: float) -> float:
+    """Return the seconds of so many operations, by two pairs of operations and seconds: a constant, and so
+    long for each. At least those of `more`, where the two say that there is no constant, or nothing else.
+    """
+    each = (more[1] - few[1]) / (more[0] - few[0])
+    in_proportion = more[1] * operations / more[0]
+    return min(in_proportion, max(more[1], more[1] + each * (operations - more[0])))
+
+
+def _batch(tokens: int, sequence: int, share: float) -> tuple[int, int]:
+    """Return so large a share of the tokens, in whole sequences, and their length."""
+    few = tokens if share >= 1 else max(int(tokens * share), min(tokens, _TOKENS_LEAST))
+    length = min(sequence, few)
+    return few - few % length, length
+
+
+def _step(model: Any, batch: tuple[int, int]) -> None:
+    tokens, length = batch
+    ids = torch.zeros(tokens // length, length, dtype=torch.long)
+    model(input_ids=ids, labels=ids).loss.backward()
+    model.zero_grad(set_to_none=True)
 
 
 def _shallow(name: str, sequence: int) -> tuple[nn.Module, int]:

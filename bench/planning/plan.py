@@ -40,7 +40,7 @@ from infinity.planning.layout import RecordSchema
 from infinity.planning.outline import Outline
 from infinity.planning.setting import Setting
 from infinity.planning.simulator import Disk, Rates
-from infinity.storage.disk_speed import DiskSpeed, speed_of
+from infinity.storage.disk_speed import DiskSpeed, speed_today
 
 if TYPE_CHECKING:
     from torch import nn
@@ -471,7 +471,7 @@ def _disk(options: argparse.Namespace) -> Disk | None:
         return Disk(*(rate * 1e9 for rate in given))
     if options.nvme is None:
         return None
-    speed: DiskSpeed = speed_of(options.nvme)
+    speed: DiskSpeed = speed_today(options.nvme)
     if not speed.mixed:
         raise ConfigError(
             f"--nvme {options.nvme}: its disk could not be measured. Give --nvme-read, --nvme-write and "

@@ -17,6 +17,8 @@ apart.
 """
 HOST_MEMORY = "memory of each machine"
 """The name of that need."""
+PROCESS = "Python and torch"
+"""The name of what it is for, where that is a process that trains next to nothing."""
 CONTEXT_NBYTES = 512 << 20
 """Device memory that CUDA takes for itself, about."""
 
@@ -85,7 +87,7 @@ def needs(demand: Demand, machine: Capacity) -> tuple[Need, ...]:
     of_host = [("host_memory", ranks * held_nbytes - (ranks - 1) * min(waiting_nbytes, held_nbytes))]
     of_host.append(("second parts of weights", ranks * demand.second_nbytes))
     if (process := machine.process) is not None:
-        of_host.append(("Python and torch", ranks * process.own_nbytes + process.shared_nbytes))
+        of_host.append((PROCESS, ranks * process.own_nbytes + process.shared_nbytes))
     if not on_gpu:
         (layers, in_use), *others = computing
         of_host.append((layers, ranks * in_use - (ranks - 1) * min(used_nbytes, in_use)))

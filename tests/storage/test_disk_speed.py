@@ -67,6 +67,27 @@ def test_measuring_again_replaces_what_was_kept(folder):
     assert disk.measured(str(folder), "threads") != SPEED
 
 
+def test_a_speed_of_another_day_is_measured_anew_and_one_of_today_is_kept(folder, monkeypatch):
+    monkeypatch.setenv("INFINITY_AIO", "threads")
+    disk._keep(str(folder), SPEED)
+    anew = disk.speed_today(str(folder))
+    assert (anew.date, anew.engine) == (disk.today(), "threads")
+    assert anew != SPEED
+    assert disk.speed_today(str(folder)) == disk.measured(str(folder)) == anew
+
+
+def test_a_speed_of_another_day_stays_where_nothing_is_to_be_measured_or_can_be(folder, monkeypatch, caplog):
+    monkeypatch.setenv("INFINITY_AIO", "threads")
+    disk._keep(str(folder), SPEED)
+    monkeypatch.setattr(disk, "_room", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no room")))
+    assert disk.speed_today(str(folder)) == SPEED
+    assert "no room" in caplog.text
+    assert SPEED.date in caplog.text
+    monkeypatch.setenv("INFINITY_MEASURE", "0")
+    monkeypatch.setattr(disk, "_measure", lambda *_: pytest.fail("measured"))
+    assert disk.speed_today(str(folder)) == SPEED
+
+
 def test_mixed_means_reads_and_writes_half_and_half(folder):
     memory = aio.AlignedMemory(4 * disk._REQUEST_NBYTES)
     with aio.open_engine(folder) as engine, engine.open_nameless(folder) as file:

@@ -400,6 +400,29 @@ def test_blocks_are_timed_and_scaled_to_the_whole_model(monkeypatch):
     assert seconds == pytest.approx(flops(outline, 64, 32) / flops(few, 64, 32))
 
 
+def test_of_many_tokens_two_smaller_numbers_are_timed_and_tell_the_rest(monkeypatch):
+    """The cores take a second for any number of tokens, and one more for each 1e9 operations."""
+    monkeypatch.undo()
+    outline, timed = sketch.outline_of("1m"), []
+    few = meta.outline_of_model(*pace._shallow("1m", 512))
+    monkeypatch.setattr(pace, "_FLOPS_MOST", flops(few, 64, 64))
+    monkeypatch.setattr(pace, "_FLOPS_MORE", flops(few, 256, 256))
+    monkeypatch.setattr(pace, "_step", lambda _, batch: timed.append(batch))
+    monkeypatch.setattr(pace, "best", lambda call, repeats: call() or 1 + flops(few, *timed[-1]) / 1e9)
+    seconds = pace.compute_seconds("1m", outline, 1024, 512)
+    assert timed[0] == timed[1]
+    assert 32 <= timed[1][0] < timed[2][0] < 512
+    whole = flops(few, 1024, 512)
+    assert seconds == pytest.approx((1 + whole / 1e9) * flops(outline, 1024, 512) / whole)
+
+
+@pytest.mark.parametrize(
+    ("more", "seconds"), [((3.0, 2.0), 3.5), ((3.0, 3.0), 6.0), ((3.0, 4.0), 8.0), ((3.0, 0.5), 0.5)]
+)
+def test_seconds_grow_along_the_line_at_most_in_proportion_and_never_shrink(more, seconds):
+    assert pace.extrapolated((1.0, 1.0), more, 6.0) == pytest.approx(seconds)
+
+
 def test_a_model_too_large_to_time_asks_for_its_speed(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="--compute TFLOPS"):
