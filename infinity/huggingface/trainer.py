@@ -28,9 +28,16 @@ from infinity.huggingface import durable_training
 from infinity.huggingface.accumulation import HeldBatches, accelerate_steps, release
 from infinity.huggingface.mesh_training import check_on_mesh, train_on_mesh
 from infinity.huggingface.parallelism import admit, take_over
-from infinity.huggingface.running_trainer import other_losses, running_trainer
+from infinity.huggingface.running_trainer import made_trainer, other_losses, running_trainer
 from infinity.huggingface.split_sequences import check_split, split_sequences
-from infinity.huggingface.trainer_setup import FOLDER, check_output, save_streamed, saving, settle_in
+from infinity.huggingface.trainer_setup import (
+    FOLDER,
+    check_output,
+    save_streamed,
+    saving,
+    settle_built,
+    settle_in,
+)
 from infinity.optim.base import OffloadedOptimizer
 from infinity.sizes import format_size
 from infinity.storage.manifest import CheckpointError
@@ -118,6 +125,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
                 raise UnsupportedError(f"TrainingArguments({name}={getattr(args, name)!r}): {cure}")
         take_over(kwargs["model"], args)
         settle_in(kwargs["model"], args)
+        settle_built(made_trainer(), args)
         train_on_mesh(kwargs["model"], args)
         split_sequences(kwargs["model"], args)
 

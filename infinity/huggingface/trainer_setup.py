@@ -26,10 +26,12 @@ import re
 import shutil
 import weakref
 from collections.abc import Mapping
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers.trainer_utils import number_of_arguments
 
 from infinity.checkpoint.atomic import Older, check_replaceable
 from infinity.checkpoint.export import save_pretrained
@@ -38,6 +40,7 @@ from infinity.checkpoint.peft import is_adapted, write_adapters
 from infinity.checkpoint.save_load import CHECKPOINT, checkpoint_files
 from infinity.engine.engine import engine_of, engine_of_model
 from infinity.errors import ConfigError, UnsupportedError
+from infinity.huggingface.parallelism import take_marks_off
 
 logger = logging.getLogger("infinity")
 
@@ -94,6 +97,25 @@ def settle_in(model: nn.Module, args: Any) -> None:
         _prepare(model)
     for module in model.modules():
         setattr(module, _CUT, True)
+
+
+def settle_built(trainer: Any, args: Any) -> None:
+    """Let the models that a Trainer's model_init builds anew, at the begin of each training, be set up as
+    `settle_in` does.
+    """
+    build = getattr(trainer, "model_init", None)
+    if build is None:
+        return
+
+    def built(*trial: Any) -> nn.Module:
+        model: nn.Module = build(*trial)
+        take_marks_off(model)
+        settle_in(model, args)
+        return model
+
+    takes = range(number_of_arguments(build))  # the Trainer counts them, to give it a trial or not
+    built.__signature__ = Signature([Parameter(f"_{at}", Parameter.POSITIONAL_ONLY) for at in takes])  # type: ignore[attr-defined]
+    trainer.model_init = built
 
 
 def check_output(model: nn.Module, args: Any, done: int) -> None:

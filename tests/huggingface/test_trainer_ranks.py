@@ -20,7 +20,7 @@ from trainers_of_ranks import OPTIONS, ROWS, build_llama
 
 pytestmark = [pytest.mark.multi, pytest.mark.disk]
 
-CASES = ["nvme", "joined", "resumed", "accelerated", "afterwards"]
+CASES = ["nvme", "joined", "built", "resumed", "accelerated", "afterwards"]
 SLOW = ["best", "by block", *(["adapters"] if importlib.util.find_spec("peft") else [])]
 
 
@@ -56,6 +56,15 @@ def test_the_trainer_trains_with_the_references_bits_and_no_wrapper(answers, cas
         assert one["wrapped"] == {"joined": "LlamaForCausalLM", "nvme": "GPT2LMHeadModel"}[case]
         assert one["autocast"] == (case == "joined")
         assert (one["nvme"] > 0) == (case == "nvme")
+
+
+def test_a_model_that_a_function_builds_anew_trains_as_the_model_itself(answers):
+    for one in answers("built"):
+        first, again, itself = one["logs"]
+        assert len(first) == 4
+        assert first == again == itself
+        assert one["different"] == []
+        assert one["wrapped"] == "LlamaForCausalLM"
 
 
 @pytest.mark.filterwarnings(

@@ -37,13 +37,14 @@ def build(name="llama", seed=0, **init):
 
 
 def trainer_of(model, place, *, by_block=False, **options):
-    """Return a Trainer of an offloaded model, or of the reference."""
-    ours = infinity.engine.engine.engine_of(next(model.parameters())) is not None
+    """Return a Trainer of an offloaded model, or of a function that builds one, or of the reference."""
+    built = not isinstance(model, torch.nn.Module)
+    ours = built or infinity.engine.engine.engine_of(next(model.parameters())) is not None
     args = transformers.TrainingArguments(str(FOLDER / place), **{**OPTIONS, **options})
     if not ours:
         model._is_accelerate_prepared = True
     return (transformers.Trainer if ours else RecipeTrainer)(
-        model=model,
+        **{"model_init" if built else "model": model},
         args=args,
         train_dataset=ROWS,
         eval_dataset=HELD,
@@ -79,6 +80,21 @@ def compare(name="llama", init=None, **options):
         "autocast": hasattr(model, "_original_forward"),  # what Accelerate keeps when it puts autocast around
         "nvme": infinity.stats(model).nvme_written_nbytes,
     }
+
+
+def build_anew():
+    return build()
+
+
+def built():
+    """Train what a function builds, twice, and the same model as it is."""
+    trainers = [trainer_of(one, "built") for one in (build_anew, build())]
+    logs = []
+    for trainer in (trainers[0], *trainers):
+        trainer.train()
+        logs.append(logged(trainer, "loss", "grad_norm"))
+    ends = [state_of(one.model, one.optimizer.optimizer) for one in trainers]
+    return {"logs": logs, "different": different(*ends), "wrapped": type(trainers[0].model_wrapped).__name__}
 
 
 def resumed():
@@ -285,6 +301,7 @@ CASES = {
         label_smoothing_factor=0.1,
         average_tokens_across_devices=False,
     ),
+    "built": built,
     "resumed": resumed,
     "best": best,
     "accelerated": accelerated,
