@@ -89,8 +89,8 @@ class MeasuredStep:
     loss: float
     traffic: TrafficCounters
     """During the step."""
-    sent_nbytes: int = 0
-    """To other ranks."""
+    sent: dict[str, int] = field(default_factory=dict)
+    """Bytes to other ranks, by connection; see `sent_by_connection`."""
 
 
 @dataclass(slots=True)
@@ -198,18 +198,21 @@ def join() -> int:
     return torch.distributed.get_rank()
 
 
-def sent_nbytes() -> int:
-    """Return the bytes that this process has sent by TCP, on the connections that are open now."""
-    total = 0
+def sent_by_connection() -> dict[str, int]:
+    """Return the bytes that this process has sent on each TCP connection that is open now, by its ports, this
+    end's first: "40001-40002". The process at its other end knows it as "40002-40001".
+    """
+    found = {}
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile, or a socket of another kind
             if not str(entry.readlink()).startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(entry.name))) as one:
                 info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES_SENT + 16)
+                ports = f"{one.getsockname()[1]}-{one.getpeername()[1]}"
             sent, again = struct.unpack_from("QQ", info, TCP_INFO_BYTES_SENT)
-            total += sent - again
-    return total
+            found[ports] = sent - again
+    return found
 
 
 def collectives_of(work: Callable[[], object]) -> int:
@@ -431,7 +434,7 @@ def one_step(contestant: Contestant, spec: Spec, number: int) -> MeasuredStep:
     generator = torch.Generator().manual_seed(1000 * (spec.seed + join()) + number)
     shape = spec.micro_batches, spec.tokens
     batches = torch.randint(0, spec.shape["vocab_size"], shape, generator=generator).split(contestant.rows)
-    sent = sent_nbytes()
+    sent_before = sent_by_connection()
     before, marks, total = traffic(spec.nvme, contestant.moved()), [time.perf_counter()], 0.0
     for number_of_batch, ids in enumerate(batches, 1):
         loss = contestant.model(input_ids=ids, labels=ids).loss
@@ -446,7 +449,7 @@ def one_step(contestant: Contestant, spec: Spec, number: int) -> MeasuredStep:
     seconds = [end - begin for begin, end in itertools.pairwise(marks)]
     forward_s, backward_s, step_s = (float(sum(seconds[part::3])) for part in range(3))
     took = marks[-1] - marks[0]
-    sent = sent_nbytes() - sent
+    sent = {ports: nbytes - sent_before.get(ports, 0) for ports, nbytes in sent_by_connection().items()}
     return MeasuredStep(took, forward_s, backward_s, step_s, total / len(batches), moved, sent)
 
 

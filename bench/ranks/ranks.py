@@ -2,6 +2,7 @@
 
     infinity bench ranks --nvme DIR --ranks 2 4 --tokens 16 --peer ddp --peer fsdp2 --json ranks.json
     infinity bench ranks --nvme DIR --ranks 1 2 4 --shared-memory  # the machine's memory, beside one rank's
+    infinity bench ranks --nvme DIR --ranks 4 --local-size 2 --peer ddp  # as if on two machines
 
 Ranks are processes over gloo, one thread each, that share the machine's cores. Contestants run in turn, in
 rounds; figures are medians of the rounds. Bytes sent are the kernel's count on each rank's TCP connections,
@@ -131,6 +132,7 @@ def row_of(
         "tokens": model.tokens,
         "seconds": seconds,
         "sent_nbytes": median("sent_nbytes"),
+        "between_nbytes": median("between_nbytes"),
         "sent_per_parameter": median("sent_nbytes") / runs[0].parameters,
         "collectives": median("collectives"),
         "moved_nbytes": median("moved_nbytes"),
@@ -168,6 +170,11 @@ def findings_of(
             Column("ranks", "ranks"),
             Column("seconds", "seconds", "{:.2f}".format),
             Column("sent_nbytes", "sent by all", _format_mean),
+            *(
+                [Column("between_nbytes", "of it between machines", _format_mean)]
+                if options.local_size
+                else []
+            ),
             Column("sent_per_parameter", "B per parameter", "{:.2f}".format),
             Column("collectives", "collectives", "{:.0f}".format),
             Column("moved_nbytes", "NVMe, all ranks", _format_mean),
@@ -210,6 +217,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-memory", nargs="+", type=_budget, default=["512MiB"], metavar="SIZE", help=budget)
     add("--shared-memory", action="store_true", help="each budget also with Config(shared_memory=True)")
     add("--update", choices=UPDATES, default="backward", help="when Infinity's weights change; backward")
+    machines = "count each N neighbours as a machine, to see what machines send each other"
+    add("--local-size", type=positive, metavar="N", help=machines)
     add("--tokens", type=positive, default=16, metavar="N", help="of the sequence of each rank; 16")
     peer = "run beside: ddp, fsdp2, deepspeed; may be repeated"
     add("--peer", action="append", choices=PEERS, default=[], help=peer)
@@ -230,6 +239,12 @@ def run(options: argparse.Namespace, console: Console) -> int:
         raise ConfigError(f"--steps {options.steps}: the first {SETTLING} are not counted. Ask for more.")
     if max(options.ranks) == 1:
         raise ConfigError("--ranks 1: one rank is what `infinity bench step` measures; name more beside it")
+    uneven = [number for number in options.ranks if number % (options.local_size or 1)]
+    if uneven:
+        raise ConfigError(
+            f"--ranks {uneven[0]} --local-size {options.local_size}: the machines would have different "
+            "numbers of ranks; name a divisor of all --ranks"
+        )
     entries = cases(options.ranks, options.host_memory, options.peer, shared=options.shared_memory)
     beside = "deepspeed" in options.peer
     environment = rival.environment_of(options.venv, console) if beside else OWN
@@ -242,7 +257,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
             own = environment if case.kind == "deepspeed" else OWN
             with console.status(title):
                 settings = case.settings(options.model, options.update)
-                one = measure_ranks(own, case.kind, case.ranks, model, folder, settings)
+                one = measure_ranks(own, case.kind, case.ranks, model, folder, settings, options.local_size)
             found[case].append(one)
             console.print(f"{title}: {one.seconds:.2f} s per step", highlight=False, soft_wrap=True)
         report(findings_of(found, model, options), options, console, folder)

@@ -20,6 +20,7 @@ RUN = RankRun(
     parameters=1000,
     seconds=2.0,
     sent_nbytes=4000.0,
+    between_nbytes=1000.0,
     moved_nbytes=0.0,
     collectives=7,
     peak_rank_nbytes=100,
@@ -35,17 +36,30 @@ def result(rank, seconds, error=None):
     if error:
         return {"error": error}
     traffic = {"read": 10, "written": 5}
-    steps = [{"seconds": one, "sent_nbytes": 100, "traffic": traffic, "loss": float(rank)} for one in seconds]
+    sent = {f"{rank}-{1 - rank}": 90, "7-8": 10}
+    steps = [{"seconds": one, "sent": sent, "traffic": traffic, "loss": float(rank)} for one in seconds]
     peaks = {"peak_nbytes": 50 + rank, "build_peak_nbytes": 40, "baseline_pss_nbytes": 30}
     return {"parameters": 8, "steps": steps, "collectives": 3, "versions": {}, **peaks}
 
 
 def test_a_step_lasts_as_long_as_its_slowest_rank_and_bytes_are_those_of_all():
-    found = run_of([result(0, [9, 9, 9, 1, 5]), result(1, [9, 9, 9, 3, 4])], peak_nbytes=200)
+    found = run_of([result(0, [9, 9, 9, 1, 5]), result(1, [9, 9, 9, 3, 4])], 200, 2)
     assert found.all_seconds == [9, 9, 9, 3, 5]
     assert (found.seconds, found.sent_nbytes, found.moved_nbytes) == (4.0, 200.0, 30.0)
     assert (found.peak_rank_nbytes, found.peak_machine_nbytes) == (51, 140)
     assert (found.loss, found.collectives) == (0.5, 3)
+
+
+def test_bytes_between_machines_are_those_of_connections_whose_ends_are_on_two():
+    """Of four ranks on two machines 0 and 1 are connected, and 1 and 2, each by its own port."""
+    ends = [{"0-1": 1}, {"1-0": 2, "10-20": 4}, {"20-10": 8}, {}]
+    traffic = {"read": 0, "written": 0}
+    results = [result(rank, []) for rank in range(4)]
+    for one, sent in zip(results, ends, strict=True):
+        one["steps"] = 4 * [{"seconds": 1.0, "sent": sent, "traffic": traffic, "loss": 0.0}]
+    found = run_of(results, 200, 2)
+    assert (found.sent_nbytes, found.between_nbytes) == (15, 12)
+    assert run_of(results, 200, 4).between_nbytes == 0
 
 
 def test_each_number_of_ranks_has_its_peers_and_ours_once():
@@ -89,6 +103,7 @@ def test_ours_is_compared_with_the_peers_on_as_many_ranks():
 
     class Options:
         rounds = 1
+        local_size = None
 
     found = {
         RankCase("ddp", 2): [replace(RUN, seconds=1.0)],
@@ -164,6 +179,7 @@ def test_an_interrupt_leaves_no_process(program, monkeypatch):
 def test_bad_options_are_refused_before_anything_runs(tmp_path, capsys):
     for arguments, told in (
         (["--ranks", "1"], "one rank is what `infinity bench step` measures"),
+        (["--ranks", "3", "--local-size", "2"], "name a divisor of all"),
         (["--steps", "3"], "the first 3 are not counted"),
         (["--peer", "deepspeed"], "needs --venv"),
         (["--host-memory", "some"], "some"),
