@@ -40,7 +40,6 @@ from infinity.sequences.random_ltd import RandomLTD
 from infinity.sequences.sparse_attention import SparseAttention
 from infinity.sequences.tokens import KNOWN
 from infinity.sequences.warmup import SequenceWarmup
-from infinity.sizes import format_size
 from infinity.units.released import expect_optimizers_of_torch
 
 logger = logging.getLogger("infinity")

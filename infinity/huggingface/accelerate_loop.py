@@ -42,7 +42,9 @@ _PLUGINS = frozenset({"DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"})
 
 class ParallelismConfig(accelerate.parallelism_config.ParallelismConfig):
     """Accelerate's ParallelismConfig, whose sp_size=N works without DeepSpeed, on CPUs too, in a loop that
-    trains a model with sequence_parallel=N. One import changes in the script::
+    trains a model with sequence_parallel=N.
+
+    One import changes in the script::
 
         from infinity.huggingface import ParallelismConfig  # in the place of accelerate's
 
@@ -95,8 +97,8 @@ def compare(asked: Any, kind: str, parts: int, sequences: int, processes: int) -
         )
     if asked.tp_size > 1:
         raise UnsupportedError(
-            f"ParallelismConfig(tp_size={asked.tp_size}, sp_size={parts}): layers divided beside sequences in "
-            "a loop of Accelerate: not done. Leave tp_size out"
+            f"ParallelismConfig(tp_size={asked.tp_size}, sp_size={parts}): layers in parts beside "
+            "sequences in parts, in a loop of Accelerate: not done. Leave tp_size out"
         )
     data = asked.dp_replicate_size * asked.dp_shard_size
     if data not in (1, sequences):

@@ -1,5 +1,5 @@
 """A loop of Accelerate with sp_size, in one process: what is refused, and what counts once for a sequence.
-Trusted: Accelerate. Faked: the ranks that share a sequence; tests/sequences/test_ranks.py trains on real ones.
+Trusted: Accelerate. Faked: ranks that share a sequence; tests/sequences/test_ranks.py trains on real ones.
 """
 
 from types import SimpleNamespace
@@ -48,9 +48,16 @@ def of_cpus(ranks, kind=DistributedType.MULTI_CPU):
         num_processes=ranks,
         distributed_type=kind,
         **dict.fromkeys(
-            ("prepare", "prepare_data_loader", "prepare_scheduler", "gather_for_metrics", "skip_first_batches")
+            (
+                "prepare",
+                "prepare_data_loader",
+                "prepare_scheduler",
+                "gather_for_metrics",
+                "skip_first_batches",
+            )
         ),
         prepare_model=lambda model, *_: model,
+        _models=[],
     )
 
 
@@ -144,6 +151,7 @@ def test_a_model_that_is_not_ours_meets_accelerates_own_refusal_when_it_is_prepa
 
 def test_what_trains_beside_the_model_outside_of_init_is_refused_by_its_name(looping, kept):
     accelerator = looping()
+    accelerator.free_memory()
     kept.extra = torch.nn.Linear(2, 2, bias=False)
     with pytest.raises(UnsupportedError, match=r"extra.weight was not built inside Init.*inside Init"):
         accelerator.prepare(kept)

@@ -19,7 +19,12 @@ NAMES = tuple(sequence_models.MODELS)
 OTHERS = ("in slices", "dropout", "refused", "deepspeed", "accelerate", "trainer", "accelerate in memory")
 CASES = {
     2: [*(f"as one rank {name}" for name in NAMES), *(f"exact {name}" for name in NAMES), *OTHERS],
-    4: [*(f"as one rank {name}" for name in NAMES), *(f"exact {name}" for name in NAMES), "two sequences", "accelerate"],
+    4: [
+        *(f"as one rank {name}" for name in NAMES),
+        *(f"exact {name}" for name in NAMES),
+        "two sequences",
+        "accelerate",
+    ],
 }
 BY_DEFAULT = {"as one rank gpt-oss", "exact qwen3", *OTHERS[:-2]}
 """On two ranks; four ranks, and the other models, are slow."""
@@ -129,9 +134,11 @@ def test_the_trainer_resumes_in_the_middle_of_an_epoch_of_parts_and_refuses_whol
         assert "sp_size=3), but 2 ranks share each sequence" in one["other"]
 
 
-@pytest.mark.parametrize(("ranks", "case"), [of(2, "accelerate"), of(2, "accelerate in memory"), of(4, "accelerate")])
+@pytest.mark.parametrize(
+    ("ranks", "case"), [of(2, "accelerate"), of(2, "accelerate in memory"), of(4, "accelerate")]
+)
 def test_a_loop_of_accelerate_with_sp_size_trains_as_one_over_whole_batches(answers, ranks, case):
-    """Losses, norms, rates and the last weights; one model of Init, and one that DistributedDataParallel has."""
+    """Losses, norms, rates and the last weights; models of Init, and one in DistributedDataParallel."""
     everywhere = answers(ranks, case)
     for one in everywhere:
         parts, whole = one["parts"], one["whole"]
