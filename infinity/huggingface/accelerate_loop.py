@@ -134,7 +134,7 @@ class _SplitLoop:
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare the models first, whichever place they have: loaders are split as theirs say."""
-        places = device_placement or [None] * len(args)
+        places: list[Any] = device_placement or [None] * len(args)
         if len(places) == len(args):  # else Accelerate's own error
             args = tuple(
                 self.prepare_model(one, device_placement=place) if isinstance(one, nn.Module) else one

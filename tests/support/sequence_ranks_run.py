@@ -385,8 +385,8 @@ def trainer():
 
 
 def forget_accelerate():
-    """Accelerate keeps its settings in the process."""
-    AcceleratorState._reset_state()
+    """Accelerate keeps its settings in the process, also for those that are forked from it."""
+    AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
