@@ -28,6 +28,7 @@ from infinity.deepspeed.launch import Settings, init_distributed, settings_of
 from infinity.deepspeed.schedules import make_schedule
 from infinity.deepspeed.zero import take_in
 from infinity.engine.engine import engine_of_model
+from infinity.engine.further_fetches import tell_of_accumulation
 from infinity.engine.sequences import models_of_transformers, sequence_parallel
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.optim import optimizers
@@ -39,12 +40,16 @@ from infinity.sequences.random_ltd import RandomLTD
 from infinity.sequences.sparse_attention import SparseAttention
 from infinity.sequences.tokens import KNOWN
 from infinity.sequences.warmup import SequenceWarmup
-from infinity.sizes import format_size
 from infinity.units.released import expect_optimizers_of_torch
 
 logger = logging.getLogger("infinity")
 
 _NOT_OURS = ("amsgrad", "maximize")
+_TOGETHER = (
+    'For causal language models of transformers, "infinity": {"accumulate_by_block": true} in the '
+    "configuration lets them share one fetch"
+)
+"""What micro-batches that fetch the weights one by one are told."""
 
 Source = str | Path | Mapping[str, Any] | Settings
 
@@ -103,7 +108,7 @@ def initialize(
     scheduler = _scheduler(lr_scheduler, ours, replaced, settings)
     loader, warmup = _loader(training_data, collate_fn, settings, model, place)
     if settings.batches.steps > 1 and not settings.by_block:
-        _tell_of_accumulation(model, settings.batches.steps)
+        tell_of_accumulation(model, settings.batches.steps, _TOGETHER)
     changes = _changes(model, settings)
     try:
         engine = DeepSpeedEngine(model, ours, scheduler, settings, loader, warmup, changes, place.data)
@@ -112,19 +117,6 @@ def initialize(
             one.remove()
         raise
     return engine, ours, loader, scheduler
-
-
-def _tell_of_accumulation(model: nn.Module, steps: int) -> None:
-    weights = (one for unit in engine_of_model(model).units for one in unit.parameters)
-    again = 2 * (steps - 1) * sum(one.nbytes for one in weights)
-    logger.info(
-        "gradient_accumulation_steps=%d: each micro-batch fetches the weights anew, in forward and backward; "
-        "what does not stay in host memory of these %s more is read from NVMe in every step. For causal "
-        'language models of transformers, "infinity": {"accumulate_by_block": true} in the configuration '
-        "lets them share one fetch",
-        steps,
-        format_size(again),
-    )
 
 
 def _take_in(model: nn.Module, settings: Settings, place: Divided) -> None:

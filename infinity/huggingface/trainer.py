@@ -22,6 +22,7 @@ from transformers.trainer_callback import ExportableState
 from infinity.checkpoint import generators
 from infinity.checkpoint.save_load import load, read_manifest, save
 from infinity.engine.engine import engine_of, engine_of_model
+from infinity.engine.further_fetches import tell_of_accumulation
 from infinity.engine.stats import Stats, stats
 from infinity.errors import UnsupportedError
 from infinity.huggingface import durable_training
@@ -39,7 +40,6 @@ from infinity.huggingface.trainer_setup import (
     settle_in,
 )
 from infinity.optim.base import OffloadedOptimizer
-from infinity.sizes import format_size
 from infinity.storage.manifest import CheckpointError
 
 logger = logging.getLogger("infinity")
@@ -217,7 +217,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
     def _accumulate(self, model: nn.Module, optimizer: Any, args: Any) -> None:
         """Let the micro-batches of a step share one fetch of the weights, or say what they cost."""
         self._let_go(model)
-        steps, engine, trainer = args.gradient_accumulation_steps, engine_of_model(model), running_trainer()
+        steps, trainer = args.gradient_accumulation_steps, running_trainer()
         if steps == 1:
             return
         if self.by_block:
@@ -229,14 +229,7 @@ class TrainerCallback(transformers.TrainerCallback, ExportableState):
             lasts = (lambda: True) if trainer is None else (lambda: running_trainer() is not None)
             self._together = HeldBatches(model, optimizer, accelerate_steps, lasts)
             return
-        again = 2 * (steps - 1) * sum(one.nbytes for unit in engine.units for one in unit.parameters)
-        logger.info(
-            "gradient_accumulation_steps=%d: each micro-batch fetches the weights anew, in forward and "
-            "backward; what does not stay in host memory of these %s more is read from NVMe in every step. "
-            "TrainerCallback(by_block=True) lets them share one fetch",
-            steps,
-            format_size(again),
-        )
+        tell_of_accumulation(model, steps, "TrainerCallback(by_block=True) lets them share one fetch")
 
     # Checkpoints
 

@@ -39,8 +39,10 @@ class SequenceParallelLoader:
         """Split the batches of `loader`."""
         if batches not in _BATCHES:
             raise ConfigError(f"batches={batches!r}: expected one of {', '.join(map(repr, _BATCHES))}")
-        self.loader = loader
-        self._sequences = sequences_of(sequences) if isinstance(sequences, nn.Module) else sequences
+        self.loader, self.batches = loader, batches
+        self.sequences: SequenceParallel = (
+            sequences_of(sequences) if isinstance(sequences, nn.Module) else sequences
+        )
         self._in_turn = batches == "in turn"
         self._turn = 0
         self._before: Any = None
@@ -55,7 +57,7 @@ class SequenceParallelLoader:
     def __len__(self) -> int:
         """The number of batches of an epoch."""
         length: int = len(self.loader)  # type: ignore[arg-type]
-        return length * self._sequences.size if self._in_turn else length
+        return length * self.sequences.size if self._in_turn else length
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield parts of batches. Every rank of a sequence iterates."""
@@ -68,10 +70,10 @@ class SequenceParallelLoader:
             if batch is None:
                 self._turn = 0
                 return
-            for turn in range(skipped, self._sequences.size) if self._in_turn else (0,):
+            for turn in range(skipped, self.sequences.size) if self._in_turn else (0,):
                 whole = self._given(batch, turn) if self._in_turn else batch
-                self._turn = (turn + 1) % self._sequences.size if self._in_turn else 0
-                yield self._sequences.split(whole)
+                self._turn = (turn + 1) % self.sequences.size if self._in_turn else 0
+                yield self.sequences.split(whole)
             skipped = 0
 
     def _agree(self, batch: Any) -> None:
@@ -85,7 +87,7 @@ class SequenceParallelLoader:
                 "collators give it"
             )
         digest = 0 if batch is None or self._in_turn else _digest(batch)
-        group = self._sequences.group
+        group = self.sequences.group
         said = group.gather(
             torch.tensor([batch is not None, digest], dtype=torch.float64, device="cpu"), _WHAT
         ).tolist()
@@ -104,7 +106,7 @@ class SequenceParallelLoader:
 
     def _given(self, batch: Mapping[str, Any], root: int) -> dict[str, Any]:
         """Return the batch of one rank, on all."""
-        group = self._sequences.group
+        group = self.sequences.group
         if group.size == 1:
             return dict(batch)
         said = group.ranks.each(_description(batch).encode(), "describe a batch")[root]

@@ -78,6 +78,11 @@ class SequenceParallel:
         """
         return sum(self.group.nbytes.values())
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether each rank computes on whole sequences now, inside whole()."""
+        return self._away
+
     def split(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a batch of whole sequences, with position_ids and shift_labels.
 

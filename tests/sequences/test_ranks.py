@@ -16,12 +16,17 @@ from places import SUPPORT
 pytestmark = [pytest.mark.multi, pytest.mark.disk]
 
 NAMES = tuple(sequence_models.MODELS)
-OTHERS = ("in slices", "dropout", "refused", "deepspeed", "trainer")
+OTHERS = ("in slices", "dropout", "refused", "deepspeed", "accelerate", "trainer", "accelerate in memory")
 CASES = {
     2: [*(f"as one rank {name}" for name in NAMES), *(f"exact {name}" for name in NAMES), *OTHERS],
-    4: [*(f"as one rank {name}" for name in NAMES), *(f"exact {name}" for name in NAMES), "two sequences"],
+    4: [
+        *(f"as one rank {name}" for name in NAMES),
+        *(f"exact {name}" for name in NAMES),
+        "two sequences",
+        "accelerate",
+    ],
 }
-BY_DEFAULT = {"as one rank gpt-oss", "exact qwen3", *OTHERS[:-1]}
+BY_DEFAULT = {"as one rank gpt-oss", "exact qwen3", *OTHERS[:-2]}
 """On two ranks; four ranks, and the other models, are slow."""
 
 
@@ -127,3 +132,31 @@ def test_the_trainer_resumes_in_the_middle_of_an_epoch_of_parts_and_refuses_whol
         assert "give it the callback when it is made" in one["refused"]
         assert "step 1 is in the middle of an epoch of 2 steps" in one["skipped"]
         assert "sp_size=3), but 2 ranks share each sequence" in one["other"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"), [of(2, "accelerate"), of(2, "accelerate in memory"), of(4, "accelerate")]
+)
+def test_a_loop_of_accelerate_with_sp_size_trains_as_one_over_whole_batches(answers, ranks, case):
+    """Losses, norms, rates and the last weights; models of Init, and one in DistributedDataParallel."""
+    everywhere = answers(ranks, case)
+    for one in everywhere:
+        parts, whole = one["parts"], one["whole"]
+        assert len(parts["losses"]) == 3
+        for name in ("losses", "norms"):
+            assert parts[name] == pytest.approx(whole[name], rel=1e-5)
+        assert parts["total"] == pytest.approx(whole["total"], rel=1e-4)
+        assert parts["rate"] == whole["rate"]
+        assert (parts["shapes"], whole["shapes"]) == ([[2, 8]] * 3, [[2, 16]] * 3)
+        assert one["left"] == [[2, 8]]
+        assert one["wrapped"] == ("DistributedDataParallel" if "memory" in case else "LlamaForCausalLM")
+    # every row's loss once, in the order of the data, without those that fill the last batch up
+    sequences = [one["parts"]["losses"] for one in everywhere[::2]]
+    rows = [loss for losses in zip(*sequences, strict=True) for loss in losses for _ in range(2)]
+    assert everywhere[0]["parts"]["metrics"] == rows[: 4 * len(sequences) + 1]
+
+
+def test_a_loop_of_accelerate_refuses_another_sp_size_than_the_models_on_every_rank_alike(answers):
+    said = {one["other"] for one in answers(2, "accelerate")}
+    assert len(said) == 1
+    assert "sp_size=2), but each rank has whole sequences of LlamaForCausalLM" in said.pop()

@@ -6,6 +6,7 @@
 Rank R writes FOLDER/R.json: {case: answer, or {"error": text}}.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -17,8 +18,11 @@ from pathlib import Path
 import accelerate
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard
+from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import infinity
@@ -380,6 +384,78 @@ def trainer():
     return answers
 
 
+def forget_accelerate():
+    """Accelerate keeps its settings in the process, also for those that are forked from it."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def epoch_of(accelerator, model, optimizer, schedule, loader, *, steps):
+    """Train for an epoch, two batches a step, as Accelerate's documentation writes it where the loader is
+    prepared. steps: of the schedule, after each of the optimizer's.
+    """
+    parts = isinstance(loader, infinity.SequenceParallelLoader)
+    shown = {"losses": [], "norms": [], "metrics": [], "shapes": []}
+    for number, batch in enumerate(loader, 1):
+        synced = number % 2 == 0 or number == len(loader)
+        with accelerator.accumulate(model) if parts else contextlib.nullcontext():
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if synced:
+                clip = accelerator.clip_grad_norm_ if parts else torch.nn.utils.clip_grad_norm_
+                shown["norms"].append(float(clip(model.parameters(), 0.5)))
+            if parts or synced:
+                optimizer.step()
+                for _ in range(steps):
+                    schedule.step()
+                optimizer.zero_grad()
+        if parts:
+            assert accelerator.sync_gradients is synced
+            shown["metrics"] += accelerator.gather_for_metrics(loss.detach().repeat(2)).tolist()
+        shown["losses"].append(loss.item())
+        shown["shapes"].append(list(batch["input_ids"].shape))
+    total = float(weights(accelerator.unwrap_model(model))["lm_head.weight"].double().sum())
+    return {**shown, "rate": schedule.get_last_lr()[0], "total": total}
+
+
+def accelerated(kind):
+    """A loop of Accelerate with sp_size=2 beside one over the same batches, whole. kind: "kept" by Init, or
+    "plain": in memory, where DistributedDataParallel adds gradients.
+    """
+    forget_accelerate()
+    config = infinity.huggingface.ParallelismConfig(sp_size=2)
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True, parallelism_config=config)
+    plain, sequences, answers = kind == "plain", dist.get_world_size() // 2, {}
+    batches = [sequence_models.batch_of(number, rows=1) for number in range(4 * sequences + 1)]
+    data = [{name: one[0] for name, one in batch.items()} for batch in batches]
+
+    def built(size):
+        torch.manual_seed(0)
+        model = sequence_models.model_of("llama").train() if plain else offloaded("llama", size)
+        if plain and size > 1:
+            infinity.sequence_parallel(model, size)
+        optimizer = (torch.optim.SGD if plain else infinity.SGD)(model.parameters(), lr=1.0)
+        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+
+    model, optimizer, schedule = built(2)
+    loader = DataLoader(data, batch_size=2)
+    loader, optimizer, model, schedule = accelerator.prepare(loader, optimizer, model, schedule)
+    answers["wrapped"] = type(model).__name__
+    answers["parts"] = epoch_of(accelerator, model, optimizer, schedule, loader, steps=1)
+    left = accelerator.skip_first_batches(loader, len(loader) - 1)
+    answers["left"] = [list(one["input_ids"].shape) for one in left]
+    sampler = BatchSampler(range(len(data)), batch_size=2, drop_last=False)
+    sampler = BatchSamplerShard(sampler, sequences, loader.sequences.data_rank)
+    if plain:
+        loader.sequences.close()  # an engine closes its own
+    whole = DataLoader(data, batch_sampler=sampler)
+    answers["whole"] = epoch_of(accelerator, *built(1), whole, steps=sequences)
+    if not plain:
+        answers["other"] = said_of(lambda: accelerator.prepare(offloaded("llama", 1)))
+    forget_accelerate()
+    return answers
+
+
 def late(folder, model, data):
     """Give a Trainer its callback when its loader is there already."""
     ours = trainer_of(folder, "callback", model, data)
@@ -390,6 +466,8 @@ def late(folder, model, data):
 
 CASES = {
     "trainer": trainer,
+    "accelerate": partial(accelerated, "kept"),
+    "accelerate in memory": partial(accelerated, "plain"),
     **{f"as one rank {name}": partial(as_one_rank, name) for name in sequence_models.MODELS},
     **{f"exact {name}": partial(exact, name) for name in sequence_models.MODELS},
     "in slices": partial(in_slices, "llama"),
