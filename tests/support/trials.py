@@ -271,8 +271,8 @@ class PowerCut:
 
 
 def read_directly(path, offset, nbytes):
-    """Read blocks past the page cache: a page there that a direct write cannot drop makes the next flush fail,
-    as if the drive had.
+    """Read blocks past the page cache: a page there that a direct write cannot drop makes the next flush
+    fail, as if the drive had.
     """
     with mmap.mmap(-1, nbytes) as memory:
         file = os.open(path, os.O_RDONLY | os.O_DIRECT)
