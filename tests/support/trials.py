@@ -309,6 +309,8 @@ def lose_power(journal, rng):
             os.pwrite(file.fileno(), old[first:last], offset + first)
             if not old:
                 os.ftruncate(file.fileno(), rng.randrange(0, os.fstat(file.fileno()).st_size + 1))
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # as in read_directly
     return len(entries)
 
 
