@@ -60,6 +60,19 @@ _OF_REQUESTS = {
     errno.ESTALE: Advice("the network file system lost the file", "use a local drive"),
 }
 
+FLUSH = "flush"
+"""The verb of a flush's error."""
+
+_OF_FLUSHES = {
+    errno.EIO: Advice(
+        "the drive, or the network behind the file system, failed; or another program (a backup, a scanner) "
+        "read this file while it was written, which the kernel counts as a failure of direct I/O: `dmesg` "
+        "then has 'Page cache invalidation failure'",
+        "look at `dmesg` and `smartctl -a`; keep other programs out of the folder while a run writes there, "
+        "or move `nvme` to another drive",
+    ),
+}
+
 _OF_ENGINES = {
     errno.EPERM: Advice(
         "kernel.io_uring_disabled is 2 (or 1), or a container profile filters io_uring",
@@ -140,7 +153,8 @@ class IoError(_DetailedError):
                 "allocate and write before reading; let no other program change the file",
             )
         else:
-            advice = _OF_REQUESTS.get(number, _UNKNOWN)
+            of_verb = {**_OF_REQUESTS, **(_OF_FLUSHES if verb == FLUSH else {})}
+            advice = of_verb.get(number, _UNKNOWN)
         error = cls(
             errno.EIO if number == END_OF_FILE else number,
             f"{verb} of {what or 'unnamed data'}: {name_of(number)}\n"

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from infinity.aio.errors import IoError, StorageFullError
+from infinity.aio.errors import FLUSH, IoError, StorageFullError
 from infinity.aio.library import load
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class File:
             os.fdatasync(self.fd)
         except OSError as error:
             raise IoError.of_request(
-                error.errno or errno.EIO, "flush", self.path, offset=0, nbytes=0, failed_at=0, what="the file"
+                error.errno or errno.EIO, FLUSH, self.path, offset=0, nbytes=0, failed_at=0, what="the file"
             ) from error
 
     def close(self) -> None:

@@ -274,6 +274,16 @@ def test_reading_past_the_end_of_a_file_is_an_error_that_says_so(engine, folder,
     assert (str(copy), copy.errno, copy.what) == (str(error), errno.EIO, "layers.17.hi")
 
 
+def test_a_flush_that_fails_names_the_drive_and_readers_of_the_file_as_causes(file, monkeypatch):
+    def failing(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fdatasync", failing)
+    with pytest.raises(aio.IoError, match=r"(?s)flush of the file.*drive.*Page cache.*`dmesg`") as caught:
+        file.sync()
+    assert caught.value.errno == errno.EIO
+
+
 def test_a_failed_write_does_not_disturb_the_others(engine, file):
     memory = random_memory(PIECE)
     good = [engine.write(file, p * PIECE, memory.address, PIECE, owner=memory) for p in range(4)]

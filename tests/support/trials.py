@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import mmap
 import os
 import random
 import signal
@@ -234,8 +235,7 @@ class PowerCut:
         def noted_write(store, request):
             path = str(Path(f"/proc/self/fd/{store._file.fd}").readlink())
             offset = request.extent.offset + request.start
-            with open(path, "rb", buffering=0) as file:  # noqa: PTH123
-                self.note(path, offset, os.pread(file.fileno(), request.nbytes, offset))
+            self.note(path, offset, read_directly(path, offset, request.nbytes))
             self.event()
             transfer = write(store, request)
             self.event()
@@ -270,6 +270,19 @@ class PowerCut:
         NvmeStore.write, NvmeStore.sync, RunFolder.write_slot = noted_write, noted_sync, noted_slot
 
 
+def read_directly(path, offset, nbytes):
+    """Read blocks past the page cache: a page there that a direct write cannot drop makes the next flush
+    fail, as if the drive had.
+    """
+    with mmap.mmap(-1, nbytes) as memory:
+        file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            got = os.preadv(file, [memory], offset)
+        finally:
+            os.close(file)
+        return memory[:got]
+
+
 def lose_power(journal, rng):
     """Take back what was not flushed when the power went: each write whole, in part, or not at all."""
     data, at, entries = Path(journal).read_bytes(), 0, {}
@@ -296,6 +309,8 @@ def lose_power(journal, rng):
             os.pwrite(file.fileno(), old[first:last], offset + first)
             if not old:
                 os.ftruncate(file.fileno(), rng.randrange(0, os.fstat(file.fileno()).st_size + 1))
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # as in read_directly
     return len(entries)
 
 
