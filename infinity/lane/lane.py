@@ -446,10 +446,7 @@ class StreamLane:
             self.times.waited_for_read(time.perf_counter() - now)
             return None
         with self.lock:
-            if self._worker is not None or self._writing:
-                self.changed.wait(_LOOKS_S)
-            elif not any(one.owner.ready for one in self._reading):  # what ranks sum tells when it comes
-                self.changed.wait(_PATIENCE_S)
+            self.changed.wait(_LOOKS_S)
         self.times.idled(time.perf_counter() - now)
         return None
 
