@@ -31,8 +31,10 @@ logger = logging.getLogger("infinity")
 
 _CHOICE = ("GLOO_SOCKET_IFNAME", "TORCH_GLOO_LAZY_INIT")
 """By these variables torch chooses devices, and how they connect."""
-_OF_C10D = ("Backend", "BackendConfig", "PrefixStore", "ProcessGroup", "ProcessGroupGloo", "_world")
-_OF_C10D += ("_register_process_group",)
+_OF_C10D = (
+    *("Backend", "BackendConfig", "PrefixStore", "ProcessGroup", "ProcessGroupGloo"),
+    *("_register_process_group", "_world"),
+)
 _OF_GROUP = ("_register_backend", "_set_default_backend", "_set_group_desc", "_set_group_name")
 _OF_GLOO = ("_Options", "_set_sequence_number_for_group", "options")
 
@@ -87,7 +89,8 @@ def _group_on(
     """Do what torch's own function does for gloo, which takes no options of gloo's."""
     c10d: Any = dist.distributed_c10d
     options = c10d.ProcessGroupGloo._Options()  # noqa: SLF001
-    options._devices, options._threads, options._timeout = devices, 1, timeout  # noqa: SLF001
+    for key, value in (("_devices", devices), ("_threads", 1), ("_timeout", timeout)):
+        setattr(options, key, value)
     backend = c10d.Backend("gloo")
     config = c10d.BackendConfig(backend)
     computed_on = list(config.get_device_backend_map())
@@ -137,7 +140,7 @@ def _devices_of(group: Any) -> list[Any]:
 def _why_not() -> str:
     """Return why groups cannot share a device here; nothing where they can."""
     c10d: Any = dist.distributed_c10d
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+    if c10d.get_debug_level() == c10d.DebugLevel.DETAIL:
         return "TORCH_DISTRIBUTED_DEBUG=DETAIL wraps each group"
     lacks = [one for one in _OF_C10D if not hasattr(c10d, one)]
     lacks = lacks or [one for one in _OF_GROUP if not hasattr(c10d.ProcessGroup, one)]

@@ -73,7 +73,7 @@ class MachineMeetings:
         self.number = 0
         """Meetings that this rank has come to."""
 
-    def come(self, said: int, **_how: object) -> Meeting:
+    def come(self, said: int, **_how: object) -> MachineMeeting:
         """Come to the next meeting, and say a number of 64 bits; the others may have come, or will.
 
         Raises: OSError where the system has no futexes.
@@ -81,7 +81,7 @@ class MachineMeetings:
         self.number += 1
         self._said[self._own][self.number % 2] = said
         self._count()
-        return Meeting(self, self.number, time.monotonic() + self._timeout_s)
+        return MachineMeeting(self, self.number, time.monotonic() + self._timeout_s)
 
     def meet(self, channel: Channel, said: int, what: str) -> list[int]:
         """Meet the other ranks, as in a collective of `channel`; return what each of them says, in the order
@@ -123,7 +123,7 @@ class MachineMeetings:
         return [self._names[one] for one in gone if one in self.missing(number)]  # it may have come, and gone
 
 
-class Meeting:
+class MachineMeeting:
     """One meeting: what a collective's Work is, as far as waiting for it goes."""
 
     def __init__(self, meetings: MachineMeetings, number: int, until_s: float) -> None:
@@ -182,7 +182,7 @@ def _stays(memory: SharedMemory, one: int) -> bool:
     """Whether another process holds the lock of a number."""
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, one, 1, 0)
     kind, *_ = _FLOCK.unpack(fcntl.fcntl(memory.descriptor, fcntl.F_GETLK, asked))
-    return kind != fcntl.F_UNLCK
+    return int(kind) != fcntl.F_UNLCK
 
 
 def open_meetings(

@@ -126,7 +126,7 @@ class Places:
     nbytes = 2 * UNIT
 
     def pieces(self, rows):
-        return [range(0, 1000), range(1000, rows.shape[1])]
+        return [range(1000), range(1000, rows.shape[1])]
 
     def meet(self, rows, columns, _channel, _what):
         own = rows[0, columns.start : columns.stop].clone()

@@ -37,11 +37,10 @@ def file():
     os.close(file)
 
 
-def joined(file, own, timeout_s=20.0, stays=True):
+def joined(file, own, timeout_s=20.0):
     """Return the meetings of one of two ranks, in this process."""
     memory = SharedMemory(os.dup(file), 4 * PAGE)
-    if stays:
-        machine_meetings._stay(memory, own)
+    machine_meetings._stay(memory, own)
     return MachineMeetings(memory, PAGE, own, [4, 7], timeout_s)
 
 

@@ -31,14 +31,14 @@ class Both:
 def polls():
     """Return how many of gloo's devices this process has: each waits for its sockets in one place."""
     found = 0
-    for one in os.listdir("/proc/self/fd"):
+    for one in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            found += "eventpoll" in os.readlink(f"/proc/self/fd/{one}")
+            found += "eventpoll" in str(one.readlink())
     return found
 
 
 def threads():
-    return len(os.listdir("/proc/self/task"))
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def made(count, name, timeout_s=20.0):
