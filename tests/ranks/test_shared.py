@@ -97,6 +97,17 @@ def test_two_ranks_send_no_weights_and_train_the_same_bits_and_leave_nothing(tmp
 
 
 @pytest.mark.slow
+def test_where_one_rank_has_no_futexes_all_meet_and_sum_over_gloo_and_say_so(tmp_path):
+    for one in answers(tmp_path, 2, ["no futexes on one"]):
+        found = one["no futexes on one"]
+        assert found["different"] == []
+        assert found["exchanged"]["reduce"] > 0 == found["exchanged"]["gather"]
+        (said,) = found["said"]
+        assert said.startswith("ranks meet, and exchange gradients, over gloo: ")
+        assert "rank 1: OSError: [Errno 38] the number of futex(2)" in said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", PATHS)
 def test_every_path_of_a_training_has_the_bits_of_plain_ranks(tmp_path, ranks):
     for one in answers(tmp_path, ranks, [*PATHS[ranks], "kept views"]):
