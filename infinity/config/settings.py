@@ -115,9 +115,10 @@ class Config:
         bytes per parameter on each rank, of several machines some more, and lie where the state lies.
     shared_memory: whether the ranks of one machine have memory in common: each brings its share of a layer to
         where all see it, so that weights in use exist once there, and none are sent within the machine; and
-        so do large buffers. Results are the same; for Linux, and where the CPU computes. "auto": where all
-        ranks are on one machine, with stage=3 and nothing that excludes or limits it, once they have tried
-        it, and of buffers those that no state_dict has; the log and `infinity.stats` say so, or why not.
+        so do large buffers. Of one machine gradients are summed there, too. Results are the same; for Linux,
+        and where the CPU computes. "auto": where all ranks are on one machine, with stage=3 and nothing that
+        excludes or limits it, once they have tried it, and of buffers those that no state_dict has; the log
+        and `infinity.stats` say so, or why not.
     secondary_shard: each rank keeps a second part of the 16-bit weights, of as many parts as its machine has
         ranks ("machine"), or of so many as this says, which its neighbours among the ranks have: from the
         first use of a step on they assemble layers from these (ZeRO++'s hpZ), and weights cross between

@@ -19,6 +19,7 @@ from infinity.errors import RanksError
 from infinity.gradients.collectives import Collecting, CollectiveLane, Spreading
 from infinity.gradients.feedback import error_fields, feed_back, feed_back_sums, forget_errors
 from infinity.gradients.gather_buckets import GatherBuckets
+from infinity.gradients.machine_reducing import GradientPlaces, place_nbytes
 from infinity.gradients.matrices import Orthogonalizing
 from infinity.gradients.secondary import SecondaryBuckets
 from infinity.lane.fetch import FetchTarget
@@ -28,7 +29,9 @@ from infinity.lane.outgoing import OutgoingShare
 from infinity.planning.plan import Plan
 from infinity.planning.queue import Job
 from infinity.ranks.group import Ranks
+from infinity.ranks.machine_meetings import open_meetings
 from infinity.ranks.memory_trial import first_reason, in_short, why_too_large
+from infinity.ranks.shared_memory import SharedMemory
 from infinity.ranks.uses import agree_on_uses
 from infinity.records.record import Record
 from infinity.sizes import format_size
@@ -84,6 +87,9 @@ class Partition:
         self._buckets = buckets
         self._machine: MachineUnits | None = None
         """What ranks have in common of their machine's memory; None where each has its own."""
+        self._timeout_s = 0.0
+        self._meetings: SharedMemory | None = None
+        """Memory in which they meet, and sum gradients; None where they do so over gloo."""
         ranks.before_together(buckets.close)
         self._lanes = dict.fromkeys(
             [self._gathers, self._reduces, self._gathers_of_experts, self._reduces_of_experts]
@@ -119,6 +125,7 @@ class Partition:
         have memory in common.
         """
         self.check_model()
+        self._timeout_s = timeout_s
         if self._buckets.in_common:
             self._machine = self._open_in_common(blocks, timeout_s)
 
@@ -138,6 +145,22 @@ class Partition:
         self.memory = f"not possible: {why}"
         logger.info("ranks share no memory: %s. Config(shared_memory=False) does not try", why)
         return None
+
+    def share_gradients(self, share_nbytes: int) -> GradientPlaces | None:
+        """See gradients.reduction.Reducers. From now on ranks of one machine meet in memory, too."""
+        ranks, size = self.ranks, self.ranks.size
+        if self._machine is None or ranks.grid is not None or len(ranks.near) != size:
+            return None
+        nbytes = ranks.least(place_nbytes(share_nbytes), "size places of gradients") * (self.coding is None)
+        try:
+            (gathers, reduces), offset = open_meetings(ranks, 2, 2 * size * nbytes, self._timeout_s)
+        except (OSError, RanksError) as error:
+            why = first_reason(ranks, in_short(error))
+            logger.info("ranks meet, and exchange gradients, over gloo: %s", why)
+            return None
+        self._meetings = reduces.memory
+        self._buckets.meet_by(gathers)
+        return GradientPlaces(reduces, offset, nbytes, ranks.rank, size) if nbytes else None
 
     def keep_second_parts(
         self,
@@ -325,6 +348,8 @@ class Partition:
             lane.close()
         if self._machine is not None:
             self._machine.close()
+        if self._meetings is not None:
+            self._meetings.close()
 
 
 def _nothing() -> None:

@@ -94,6 +94,9 @@ class CollectiveLane:
         self._lane = lane
         self._timeline = timeline
         self._queue: deque[Collective | _Beginning] = deque()
+        self._coming = threading.Condition(lane.lock)
+        """Notified when something is queued, and when the lane fails: not by passes, as the lane's own."""
+        lane.tell_failure(self._coming)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"infinity-{name}", daemon=True)
         self._thread.start()
@@ -115,13 +118,13 @@ class CollectiveLane:
             self.nbytes[job.kind] += job.nbytes
             self.counts[job.kind] += job.count
             self.chain = xxhash.xxh3_64_intdigest(job.what.encode(), self.chain)
-            self._lane.changed.notify_all()
+            self._coming.notify_all()
 
     def begin_step(self, plan: int | None) -> None:
         """Note that a step begins behind what was queued; see AgreedOrder.begin."""
         with self._lane.lock:
             self._queue.append(_Beginning(plan))
-            self._lane.changed.notify_all()
+            self._coming.notify_all()
 
     def _run(self) -> None:
         try:
@@ -147,7 +150,7 @@ class CollectiveLane:
                         self._order.begin(first.plan)
                 if self._stopping:
                     return None
-                self._lane.changed.wait(0.5)
+                self._coming.wait(0.5)
             return None
 
     def _turn(self) -> bool:
@@ -184,7 +187,7 @@ class CollectiveLane:
         """
         with self._lane.lock:
             self._stopping = True
-            self._lane.changed.notify_all()
+            self._coming.notify_all()
         if self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_S)
 
@@ -476,11 +479,16 @@ def _mean_of_ranks(rows: torch.Tensor, mean: torch.Tensor, ranks: int) -> None:
         count = torch.full((), float(ranks), device=rows.device)  # by a number, CUDA multiplies instead
         mean.copy_(sum_of_rows / count)  # waits for this thread's stream alone
         return
+    mean_at([row.data_ptr() for row in rows], rows.dtype, mean, ranks)
+
+
+def mean_at(rows: Sequence[int], dtype: torch.dtype, mean: torch.Tensor, ranks: int) -> None:
+    """Likewise of rows of `dtype` at these addresses of host memory, as long as the mean, which is there."""
     numel = mean.numel()
     total = mean if mean.dtype == torch.float32 else torch.empty(numel, dtype=torch.float32, device="cpu")
-    WIDEN[rows.dtype](numel, rows[0].data_ptr(), total.data_ptr())
+    WIDEN[dtype](numel, rows[0], total.data_ptr())
     for row in rows[1:]:
-        ACCUMULATE[rows.dtype](numel, total.data_ptr(), row.data_ptr())
+        ACCUMULATE[dtype](numel, total.data_ptr(), row)
     values = total.numpy()
     np.divide(values, np.float32(ranks), out=values)
     if total is not mean:

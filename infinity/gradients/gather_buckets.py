@@ -23,6 +23,7 @@ from infinity.lane.fetch import FetchTarget
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import OutgoingShare
 from infinity.planning.queue import Job
+from infinity.ranks.machine_meetings import MachineMeetings
 from infinity.units.unit import Unit
 
 _FIRST = 8
@@ -54,10 +55,15 @@ class GatherBuckets:
         self._grown = 1
         self._open: list[Assembly] = []
         self._gathers: CollectiveLane | None = None
+        self._meetings: MachineMeetings | None = None
 
     def share_nothing(self) -> None:
         """Have shares be sent within each machine, too: its ranks have no memory in common after all."""
         self.in_common = False
+
+    def meet_by(self, meetings: MachineMeetings | None) -> None:
+        """Meet in memory from now on, where all ranks see what each brings."""
+        self._meetings = meetings
 
     def size(self, window_nbytes: int) -> None:
         """Set the bytes of units that may wait for their use."""
@@ -136,7 +142,8 @@ class GatherBuckets:
         if self.in_common:
             grid = gathers.ranks.grid
             machines = grid.machines if grid is not None else 1
-            return MachineGathering(assemblies, self._lane, self._device, self._outgoing_share, machines)
+            of_lanes = self._lane, self._device, self._outgoing_share
+            return MachineGathering(assemblies, *of_lanes, machines, self._meetings)
         if self.coding is not None and not exact:
             return CodedGathering(assemblies, self._lane, self._device, self._outgoing_share, self.coding)
         takes_memory = self._device.is_host and (len(assemblies) > 1 or gathers.crossed_nbytes is not None)

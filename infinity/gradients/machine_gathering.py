@@ -14,6 +14,7 @@ from infinity.gradients.collectives import Assembly, Gathering
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import OutgoingShare
 from infinity.ranks.group import Channel
+from infinity.ranks.machine_meetings import MachineMeetings
 from infinity.units.machine_units import MachineShare
 
 
@@ -29,13 +30,15 @@ class MachineGathering(Gathering):
         device: Device,
         beside: OutgoingShare,
         machines: int,
+        meetings: MachineMeetings | None = None,
     ) -> None:
         """Assemble units of which the shares are MachineShares. beside: has the memory for what comes from
-        other machines, of which there are `machines` with this one.
+        other machines, of which there are `machines` with this one. meetings: in which ranks meet, if they do
+        so in memory.
         """
         super().__init__(assemblies, lane, device, beside)
         self._shares = [one.aside for one in assemblies if isinstance(one.aside, MachineShare)]
-        self._machines, self._between = machines, beside
+        self._machines, self._between, self._meetings = machines, beside, meetings
         crosses = machines > 1
         self.nbytes = machines * sum(one.flat.nbytes for one in self._shares) if crosses else 0
         self.count = 1
@@ -49,15 +52,21 @@ class MachineGathering(Gathering):
         shares, self._shares = self._shares, []
         if self.nbytes:
             self._cross(shares, channel)
-        mine = torch.tensor([self._fetches], dtype=torch.int64, device="cpu")
-        rows = torch.empty(channel.ranks.size, dtype=torch.int64, device="cpu")
-        channel.gather(rows, mine, self.what)
-        if any(one != self._fetches for one in rows.tolist()):
+        if any(one != self._fetches for one in self._met(channel)):
             raise RanksError(
                 f"{self.what}: the ranks have fetched these units another number of times, and would not "
                 "compute with the same memory. Likely cause: a Ctrl-C, or an error, on one rank alone. Start "
                 "again from the last checkpoint"
             )
+
+    def _met(self, channel: Channel) -> list[int]:
+        """Meet all ranks; return the number of each."""
+        if self._meetings is not None:
+            return self._meetings.meet(channel, self._fetches, self.what)
+        mine = torch.tensor([self._fetches], dtype=torch.int64, device="cpu")
+        rows = torch.empty(channel.ranks.size, dtype=torch.int64, device="cpu")
+        channel.gather(rows, mine, self.what)
+        return [int(one) for one in rows.tolist()]
 
     def _cross(self, shares: Sequence[MachineShare], channel: Channel) -> None:
         """Exchange the shares with the ranks of this one's number on the other machines, all at once, and

@@ -34,8 +34,9 @@ from infinity.errors import HostMemoryError
 from infinity.gradients.coded import CodedReducing
 from infinity.gradients.coded_hops import beside_nbytes, reduce_in_hops
 from infinity.gradients.coding import Coding
-from infinity.gradients.collectives import Collective, CollectiveLane, Reducing
+from infinity.gradients.collectives import Allocate, Collective, CollectiveLane, Reducing
 from infinity.gradients.gradient import Form, Gradient, total_of
+from infinity.gradients.machine_reducing import GradientPlaces, MachineReducing
 from infinity.gradients.one_bit import Momenta, reduce_momenta
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Lease, OutgoingShare, leases_of
@@ -58,6 +59,11 @@ class Reducers(Protocol):
 
     def reduces(self, unit: Unit) -> CollectiveLane:
         """Return the lane of the ranks that sum a unit's gradients: of those that have parts of it."""
+
+    def share_gradients(self, share_nbytes: int) -> GradientPlaces | None:
+        """Return where the ranks, of one machine, sum gradients in memory that they share; None where they
+        send them. share_nbytes: of the budget, for what is on its way. Every rank calls it, once.
+        """
 
     def feed_back(self, unit: Unit, indices: Collection[int], rows: torch.Tensor) -> None:
         """Add what was left out before of a unit's gradients to them, in `rows`, where they are coded so."""
@@ -125,6 +131,8 @@ class Reduction:
         self._under_way: deque[tuple[Collective, int]] = deque()
         self._further_means: deque[tuple[Gradient, torch.Tensor, Collective, Lease | None]] = deque()
         self._momenta: list[weakref.ref[Momenta]] = []
+        self._places: GradientPlaces | None = None
+        self._places_lease: Lease | None = None
 
     def open(self, units: Iterable[Unit]) -> None:
         """Size the buckets, alike on all ranks, when the outgoing share is known: of it a bucket takes three
@@ -137,6 +145,9 @@ class Reduction:
             self._most_of_unit_nbytes = max(map(self.device_nbytes, units), default=0)
             most = min(most, max((one.layout.numel * one.flat.itemsize for one in units), default=0))
         self._bucket_nbytes = self._reducers.ranks.least(most, "size buckets")
+        self._places = self._reducers.share_gradients(self._outgoing_share.ledger.limit_nbytes)
+        if self._places is not None:
+            self._places_lease = self._outgoing_share.lease_anyway(self._places.nbytes)
 
     def send_momenta_of(self, optimizer: Momenta) -> None:
         """Send what `optimizer` makes of the gradients of those units of which it says so."""
@@ -349,7 +360,9 @@ class Reduction:
         size = len(next(iter(bucket)).record.holders.members)
         coding = self._reducers.coding if size > 1 else None
         of_host = sum(share for unit, share in zip(bucket, shares, strict=True) if unit not in there)
-        nbytes = (2 * numel if room is None else of_host) * dtype.itemsize
+        places = self._places if coding is None and next(iter(bucket)).record.holders.are_all else None
+        copies = 1 if places is not None else 2  # what comes from others lies in places
+        nbytes = (copies * numel if room is None else of_host) * dtype.itemsize
         of_sent = dtype if coding is None or not coding.feeds_back else torch.float32
         if coding is not None:
             nbytes = numel * of_sent.itemsize + 2 * size * coding.row_nbytes(shares)
@@ -388,7 +401,7 @@ class Reduction:
             self._under_way.append((hop, nbytes))
             return hop, means
         given = means, allocate, lease, self._lane, self._device, self._reducers.ranks.size
-        job = Reducing(names, sent, *given) if coding is None else CodedReducing(names, sent, *given, coding)
+        job = _reducing(names, sent, given, coding, places)
         lane.submit(job)
         if room is not None:
             room.leaves(taken_nbytes, job)
@@ -462,6 +475,20 @@ class Reduction:
             nbytes += more
         self.reduce(bucket, into)
         self._add_means(into, wait=True)
+
+
+def _reducing(
+    names: str,
+    sent: torch.Tensor,
+    given: tuple[Sequence[torch.Tensor], Allocate, Lease, StreamLane, Device, int],
+    coding: Coding | None,
+    places: GradientPlaces | None,
+) -> Reducing:
+    if coding is not None:
+        return CodedReducing(names, sent, *given, coding)
+    if places is not None:
+        return MachineReducing(names, sent, *given, places)
+    return Reducing(names, sent, *given)
 
 
 def _hops_of_sums(lane: CollectiveLane, coding: Coding | None) -> RankGrid | None:

@@ -107,6 +107,8 @@ class StreamLane:
         """Guards all units' state."""
         self.changed = _Changed(self.lock)
         """Notified when a pass is done or finished, and when the lane fails."""
+        self._also: list[threading.Condition] = []
+        """Of the same lock, notified when the lane fails."""
         self.times = LaneTimes()
         self.passes: Counter[str] = Counter()
         self._pool = pool
@@ -217,7 +219,18 @@ class StreamLane:
         with self.lock:
             self._failure.note(error, raised=raised)
             self._stopping = True
-            self.changed.notify_all()
+            self._say_failed()
+
+    def tell_failure(self, condition: threading.Condition) -> None:
+        """Notify a condition of this lane's lock, too, when the lane fails: a thread that waits for nothing
+        else of the lane waits for its own, and is not woken by every pass.
+        """
+        with self.lock:
+            self._also.append(condition)
+
+    def _say_failed(self) -> None:
+        for one in (self.changed, *self._also):
+            one.notify_all()
 
     def _run_here(self, job: Pass) -> None:
         """Do a pass over fields in host memory."""
@@ -323,7 +336,7 @@ class StreamLane:
             self._worker.end()
         self._drain_transfers()
         with self.lock:
-            self.changed.notify_all()
+            self._say_failed()
 
     def _turn(self) -> bool:
         """Make the next bit of progress; False when it is time to stop."""

@@ -5,7 +5,8 @@ Over gloo, where the CPU computes, what ranks of several machines exchange goes 
 machine has several: see the note in ranks/group.py. Weights go between the ranks of one number first, and
 then within each machine, gradients the other way round. A rank is sent as many bytes as in one hop, but no
 byte crosses between two machines twice. Ranks that have memory in common are sent nothing within their
-machine; second parts are all within one.
+machine, but for gradients that are coded, and on several machines those that are summed within each; second
+parts are all within one.
 """
 
 from __future__ import annotations
@@ -76,6 +77,9 @@ class Exchanges:
     def reduced(self, share: int) -> Links:
         """Return what others send when its gradient is summed."""
         setting, machines = self._setting, self._machines
+        coded = setting.one_bit or setting.quantized_gradients
+        if setting.shared_memory and machines == 1 and not coded:
+            return Links()
         within = sent_nbytes(share, setting.quantized_gradients, self._width)
         between = coded_nbytes(share, 1) if setting.one_bit else within
         if setting.one_bit and machines == 1:

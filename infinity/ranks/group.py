@@ -224,6 +224,10 @@ class Channel:
         source = self.ranks.members[root]
         self._do(what, self._over(values), partial(dist.broadcast, values, source))
 
+    def wait_for(self, begin: Callable[..., Any], what: str) -> None:
+        """Wait for the work that `begin` returns, as for a collective over gloo."""
+        self._do(what, self._data, begin)
+
     def _over(self, values: torch.Tensor) -> Any:
         return self._host if values.device.type == "cpu" else self._data  # host memory goes over gloo
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from infinity.config.settings import ACCELERATORS
 from infinity.errors import ConfigError
+from infinity.ranks.gloo import new_gloo_group, plain_group
 
 _BACKENDS = {"cuda": "nccl", "xpu": "xccl", "hpu": "hccl", "npu": "hccl"}
 """By the type of an accelerator; the CPU's is gloo."""
@@ -33,14 +34,16 @@ class Members(Protocol):
 
 
 def new_group(name: str, ranks: Members, backend: str, timeout_s: float) -> Any:
-    """Make a group as dist.new_group does, but under the given name."""
-    c10d: Any = dist.distributed_c10d
-    timeout = timedelta(seconds=timeout_s)
-    group, _ = c10d._new_process_group_helper(  # noqa: SLF001 - new_group takes no name
-        ranks.size, ranks.rank, ranks.members, c10d.Backend(backend), store(), name, timeout=timeout
-    )
-    numbers = {member: number for number, member in enumerate(ranks.members)}
-    c10d._world.pg_group_ranks[group] = numbers  # noqa: SLF001
+    """Make a group as dist.new_group does, but under the given name. Over gloo it shares the devices of the
+    others that are open; see [Note: one device] in gloo.py.
+    """
+    members, rank, timeout = ranks.members, ranks.rank, timedelta(seconds=timeout_s)
+    if backend == "gloo":
+        group = new_gloo_group(name, members, rank, store(), timeout)
+    else:
+        group = plain_group(backend, name, members, rank, store(), timeout)
+    numbers = {member: number for number, member in enumerate(members)}
+    dist.distributed_c10d._world.pg_group_ranks[group] = numbers  # noqa: SLF001
     return group
 
 

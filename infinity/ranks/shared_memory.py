@@ -125,6 +125,11 @@ class SharedMemory:
         self.address = ctypes.addressof(self._whole)
         """Where this rank writes."""
 
+    @property
+    def descriptor(self) -> int:
+        """Of the file, until `close`."""
+        return self._descriptor
+
     def part(self, offset: int, nbytes: int) -> Any:
         """Return a part of it as a buffer, to write what all see. The caller keeps this object alive."""
         return (ctypes.c_char * nbytes).from_address(self.address + offset)

@@ -75,11 +75,13 @@ class Means:
         self.added.append((gradient.unit.name, tensor))
 
 
-def opened(bucket=5 * UNIT, outgoing=1 << 20, units=(), device=HOST):
+def opened(bucket=5 * UNIT, outgoing=1 << 20, units=(), device=HOST, places=None):
     lane, share, means = Lane(), OutgoingShare(HOST, Timeline()), Means()
     share.open(outgoing)
     ranks = types.SimpleNamespace(size=2, least=lambda value, _: value)
-    reducers = types.SimpleNamespace(ranks=ranks, coding=None, reduces=lambda _: lane)
+    reducers = types.SimpleNamespace(
+        ranks=ranks, coding=None, reduces=lambda _: lane, share_gradients=lambda _: places
+    )
     reduction = Reduction(
         reducers, lane, device, Ledger(1 << 20), share, deferred=False, bucket_nbytes=bucket
     )
@@ -118,6 +120,35 @@ def test_units_are_summed_together_when_a_bucket_is_full_and_each_gets_its_means
     assert reduction.has_complete(more)
 
 
+class Places:
+    """Where the gradients of both ranks are summed, in two pieces."""
+
+    nbytes = 2 * UNIT
+
+    def pieces(self, rows):
+        return [range(1000), range(1000, rows.shape[1])]
+
+    def meet(self, rows, columns, _channel, _what):
+        own = rows[0, columns.start : columns.stop].clone()
+        self.there = own, 2 * own
+        return [one.data_ptr() for one in self.there]
+
+
+def test_where_ranks_have_places_in_common_these_are_charged_for_good_and_what_comes_takes_no_room():
+    reduction, lane, share, means = opened(places=Places())
+    assert share.ledger.held_nbytes == Places.nbytes
+    unit = Unit("a")
+    arrive(reduction, unit, value=4.0)
+    reduction.reduce([unit], means)
+    (job,) = lane.queued
+    assert share.ledger.held_nbytes == Places.nbytes + UNIT, "what is brought there"
+    lane.wait(job)
+    assert job.nbytes == 0
+    (segment,) = unit.record.shard.segments
+    assert torch.equal(means.came["a", 0], torch.full((segment.numel,), 6.0).bfloat16())
+    assert share.ledger.held_nbytes == Places.nbytes
+
+
 def test_a_further_gradient_is_not_added_to_one_in_the_open_bucket():
     reduction, lane, _, means = opened()
     unit = Unit("a")
@@ -149,7 +180,9 @@ def test_a_stored_gradient_of_a_unit_in_the_open_bucket_is_summed_before_a_furth
     _, lane, share, _ = opened()
     device = types.SimpleNamespace(**vars(HOST), room_for_downloads=lambda _: None)
     ranks = types.SimpleNamespace(size=2, least=lambda value, _: value)
-    peers = types.SimpleNamespace(ranks=ranks, coding=None, reduces=lambda _: lane)
+    peers = types.SimpleNamespace(
+        ranks=ranks, coding=None, reduces=lambda _: lane, share_gradients=lambda _: None
+    )
     residency = types.SimpleNamespace(share_of_steps=lambda _: 1.0)
     store = GradientStore(
         *(lane, device, Ledger(1 << 20), None, share, residency, None, ranks, None, peers),

@@ -33,7 +33,10 @@ def test_a_byte_crosses_between_two_machines_once_and_all_shares_come(ranks, loc
 def test_ranks_with_memory_in_common_are_sent_nothing_on_their_machine():
     assert of(shared_memory=True).gathered(SHARE) == Links()
     assert of(4, 2, shared_memory=True).gathered(SHARE) == Links(0, 2 * SHARE)
+    assert of(shared_memory=True).reduced(SHARE) == Links()
     assert of(4, 2, shared_memory=True).reduced(SHARE) == of(4, 2).reduced(SHARE)
+    for coded in ({"quantized_gradients": "int8"}, {"one_bit": True}):
+        assert of(shared_memory=True, **coded).reduced(SHARE) == of(**coded).reduced(SHARE) != Links()
 
 
 def test_ranks_of_one_machine_choose_memory_in_common_by_themselves_where_nothing_excludes_it():

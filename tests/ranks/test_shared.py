@@ -61,7 +61,7 @@ def assert_beside_plain(one, machines=1):
     plain, ours = one["crossed"]
     assert ours == pytest.approx(plain, rel=0.1), "but for what is on its way for the next step"
     assert (ours > 0) == (one["exchanged"]["gather"] > 0) == (machines > 1)
-    assert one["exchanged"]["reduce"] > 0
+    assert (one["exchanged"]["reduce"] > 0) == (machines > 1)
     assert one["shared"] > 0
     assert one["said"]
     assert one["flags"], "every mapping is left out of core dumps and forks"
@@ -94,6 +94,17 @@ def test_two_ranks_send_no_weights_and_train_the_same_bits_and_leave_nothing(tmp
         assert one["kept views"] == {**one["kept views"], "wrong": []}
         assert one["buffers"] == {**one["buffers"], "wrong": [], "left": []}
         assert "rank 0: shared_memory=True; rank 1: shared_memory=False" in one["other settings"]["said"]
+
+
+@pytest.mark.slow
+def test_where_one_rank_has_no_futexes_all_meet_and_sum_over_gloo_and_say_so(tmp_path):
+    for one in answers(tmp_path, 2, ["no futexes on one"]):
+        found = one["no futexes on one"]
+        assert found["different"] == []
+        assert found["exchanged"]["reduce"] > 0 == found["exchanged"]["gather"]
+        (said,) = found["said"]
+        assert said.startswith("ranks meet, and exchange gradients, over gloo: ")
+        assert "rank 1: OSError: [Errno 38] the number of futex(2)" in said
 
 
 @pytest.mark.slow
@@ -199,7 +210,7 @@ def test_that_is_less_than_ranks_take_that_share_none_and_so_is_what_they_send(m
     plain, shared = measured(2), measured(2, shared=True)
     assert shared.peak_machine_nbytes < plain.peak_machine_nbytes
     assert shared.loss == plain.loss
-    assert shared.sent_nbytes < 0.6 * plain.sent_nbytes
+    assert shared.sent_nbytes < 0.02 * plain.sent_nbytes
 
 
 @pytest.mark.slow

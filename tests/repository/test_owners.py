@@ -17,6 +17,7 @@ RECEIVERS = {"self", "cls", "ctx", "struct"}
 FOREIGN = {
     "infinity/engine/quantized.py",  # transformers' quantizer
     "infinity/huggingface/trainer_setup.py",  # the user's model
+    "infinity/ranks/gloo.py",  # options of gloo's
     "tiling/experts.py",  # a tile that is being made
 }
 """Files that set attributes by their names, of objects that no class of ours makes."""

@@ -32,7 +32,7 @@ import simulated_ranks
 import simulated_tiers
 import simulator
 from children import Child
-from launches import share_device, warm_up
+from launches import warm_up
 
 LIMIT_S = 200.0
 RAISED = []
@@ -59,8 +59,6 @@ def work(names, environment):
         faulthandler.enable()
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
-        if "RANK" in environment:
-            share_device()
         simulated = simulator.load()
         warned = Warned()
         logging.getLogger("infinity").addHandler(warned)

@@ -99,8 +99,6 @@ class Program:
             warnings.resetwarnings()
             signal.signal(signal.SIGINT, signal.default_int_handler)
             atexit._clear()  # what this process does at its end is not the child's to do
-            if "RANK" in variables:
-                share_device()
             code = 1
             try:
                 _run(*self.arguments)
@@ -145,26 +143,6 @@ def forked(ranks, program, folder, *arguments, **options):
     codes = [one.returncode for one in ended]
     assert codes == [0] * ranks, f"exit codes {codes}\n{text[-3000:]}"
     return text
-
-
-def share_device():
-    """Give all of gloo's groups in this process one device: the thread of each looks a hundred times a second
-    whether something has come, and those of dozens of groups take a good part of the cores.
-    """
-    c10d = torch.distributed.distributed_c10d
-    gloo = c10d.ProcessGroupGloo
-
-    @functools.cache
-    def device(_pid):
-        return gloo.create_device(interface="lo")
-
-    class Sharing(gloo):
-        def __init__(self, store, rank, size, timeout=c10d.default_pg_timeout):
-            options = gloo._Options()
-            options._devices, options._threads, options._timeout = [device(os.getpid())], 2, timeout
-            super().__init__(store, rank, size, options)
-
-    c10d.ProcessGroupGloo = Sharing
 
 
 def _run(first, *rest):

@@ -8,6 +8,7 @@ plain ranks in memory, which know nothing of it.
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 import sys
@@ -28,6 +29,7 @@ from infinity.engine import partition
 from infinity.engine.engine import engine_of_model
 from infinity.gradients import early
 from infinity.planning.split import HalfStep, UpdateSplit
+from infinity.ranks import machine_meetings
 from leftovers import held, left_since
 from machine_ranks import descriptors, mappings
 
@@ -99,6 +101,29 @@ def refused_on_one():
         "shared": infinity.stats(model).shared_nbytes,
         "said": infinity.stats(model).memory_in_common,
         "left": [*map(str, descriptors()), *mappings()],
+    }
+
+
+def no_futexes_on_one():
+    """The system of rank 1 refuses futexes: return what differs then, and what the ranks exchange and say."""
+    shown, said = [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("infinity").addHandler(handler)
+    logging.getLogger("infinity").setLevel(logging.INFO)
+    for missing in (False, True):
+        with contextlib.ExitStack() as planted:
+            if missing and dist.get_rank() == 1:
+                planted.enter_context(mock.patch.object(machine_meetings, "_FUTEX", -1))
+            model = models.build("llama", host_memory="64MiB")
+        losses = ranks_run.train(model, infinity.AdamW(model.parameters(), lr=1e-2), steps=2)
+        shown.append({"losses": losses, **model.state_dict()})
+    logging.getLogger("infinity").removeHandler(handler)
+    plain, ours = shown
+    return {
+        "different": [key for key, one in plain.items() if not ranks_run.same(one, ours[key])],
+        "exchanged": infinity.stats(model).exchanged_nbytes,
+        "said": [one for one in said if "over gloo" in one],
     }
 
 
@@ -296,6 +321,7 @@ CASES = {
     "beside plain, nvme": lambda: beside_plain(**ranks_run.NVME),
     "by itself": by_itself,
     "refused on one": refused_on_one,
+    "no futexes on one": no_futexes_on_one,
     "kept views": kept_views,
     "buffers": buffers,
     "changed past autograd": changed_past_autograd,
