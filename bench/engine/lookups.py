@@ -52,6 +52,7 @@ _GOAL = Target("≤", 1.0, "% of a step")
 FINDING: Sequence[tuple[type[Any], str]] = (
     (Frequencies, "used"),
     (Frequencies, "updated"),
+    (Frequencies, "were_updated"),
     (Frequencies, "close_step"),
     (Pins, "admit"),
     (Pins, "close_step"),
@@ -68,13 +69,15 @@ NOTING: Sequence[tuple[type[Any], str]] = (
     (OffloadedOptimizer, "_begin_to_miss"),
     (OffloadedOptimizer, "_flush_earlier"),
     (OffloadedOptimizer, "_note_missed"),
-    (WithGradients, "in_no_order"),
+    (WithGradients, "that_may_have"),
+    (WithGradients, "dropped"),
     (DecidedUpdates, "add"),
     (MissedSteps, "due"),
     (Stack, "tell"),
     (SliceWatch, "gradient_came"),
     (SliceWatch, "assigned"),
     (SliceWatch, "attached"),
+    (SliceWatch, "released"),
 )
 """Which slices have gradients, and which updates wait: what of an optimizer's step grows with the slices."""
 

@@ -4,14 +4,18 @@
 Of 100,000 slices a step uses a few thousand; to ask each whether it has a gradient, and is trained, takes a
 tenth of a microsecond where it is in the CPU's caches, and four tenths where it is not. A slice comes to a
 gradient in one of three ways: autograd accumulates it, and calls the engine; code assigns it while the slice
-is released, which its guard sees; or code assigns it while the slice is attached, and then it is asked when
-gradients are looked for next. So those that may have a gradient are known, and these alone are asked. Whether
-any slice has been frozen since is found in the same places, and counted.
+is released, which its guard sees; or code assigns it while the slice is attached, and then it is seen when
+the slice is released, while it is in the caches, or, if it is still attached, when gradients are looked for.
+So those that may have a gradient are known, and these alone are asked. Whether any slice has been frozen
+since is found in the same places, and counted.
+
+A slice is known by its number, its place among all that are followed: of numbers in order, what a step does
+with each slice is one operation on arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -24,16 +28,16 @@ class SliceWatch:
 
     def __init__(self) -> None:
         """There are no slices."""
-        self._slices: set[int] = set()
-        self._may_have: dict[int, nn.Parameter] = {}
+        self._slices: list[nn.Parameter] = []
+        self._numbers: dict[int, int] = {}
         """By id()."""
-        self._used: dict[Unit, None] = {}
-        """Units that are attached, or were since gradients were last looked for: what was assigned to their
-        parameters meanwhile went unseen.
+        self._may_have: dict[int, None] = {}
+        self._attached: dict[Unit, None] = {}
+        """Units that are attached, or were when an interrupt came: what is assigned to their parameters goes
+        unseen.
         """
         self.freezes = 0
-        """How often any slice was found frozen, or may have been frozen, when gradients were last looked for.
-        """
+        """How often any slice was found frozen, or may have been frozen, so far."""
 
     def __len__(self) -> int:
         """Return how many slices there are."""
@@ -41,52 +45,80 @@ class SliceWatch:
 
     def __contains__(self, parameter: object) -> bool:
         """Whether a parameter is a slice."""
-        return id(parameter) in self._slices
+        return id(parameter) in self._numbers
+
+    def number(self, parameter: nn.Parameter) -> int:
+        """Return a slice's number; -1 for what is no slice."""
+        return self._numbers.get(id(parameter), -1)
+
+    def slices(self, numbers: Iterable[int]) -> Iterable[nn.Parameter]:
+        """Return slices by their numbers."""
+        return map(self._slices.__getitem__, numbers)
 
     def follow(self, slices: Sequence[nn.Parameter]) -> None:
         """Follow these slices, too, which may have gradients by now."""
-        self._slices.update(map(id, slices))
-        self._may_have.update((id(one), one) for one in slices)
+        new = [one for one in slices if id(one) not in self._numbers]
+        self._numbers.update((id(one), number) for number, one in enumerate(new, len(self._slices)))
+        self._slices += new
+        for one in slices:
+            self.gradient_came(self._numbers[id(one)])
         self.freezes += 1
 
     def assigned(self, parameter: nn.Parameter, name: str) -> None:
         """Note that an attribute of a parameter, a slice or not, was assigned: "grad" or "requires_grad"."""
-        if id(parameter) not in self._slices:
+        number = self._numbers.get(id(parameter))
+        if number is None:
             return
         if name == "grad":
-            self._may_have[id(parameter)] = parameter
+            self.gradient_came(number)
         else:
             self.freezes += 1
 
-    def gradient_came(self, parameter: nn.Parameter) -> None:
-        """Note that autograd has brought a gradient of a parameter, a slice or not."""
-        if id(parameter) in self._slices:
-            self._may_have[id(parameter)] = parameter
+    def gradient_came(self, number: int) -> None:
+        """Note that autograd has brought a gradient of a slice."""
+        self._may_have[number] = None
 
     def attached(self, unit: Unit) -> None:
-        """The parameters of a unit are attached: nobody sees what is assigned to them from now on, so that
-        they are looked at until they are released, and once more.
-        """
-        self._used[unit] = None
+        """The parameters of a unit are attached: nobody sees what is assigned to them from now on."""
+        self._attached[unit] = None
+
+    def released(self, unit: Unit) -> None:
+        """They are about to be released, and torch still answers for them: see what was assigned."""
+        self._attached.pop(unit, None)
+        self._look(unit)
+
+    def _look(self, unit: Unit) -> None:
+        numbers = unit.slice_numbers
+        for index, one in enumerate(unit.parameters):
+            if (number := numbers[index]) >= 0:
+                if one.grad is not None:
+                    self.gradient_came(number)
+                if not one.requires_grad:
+                    self.freezes += 1
 
     @property
     def any_attached(self) -> bool:
         """Whether any slices are attached now: only those can be in use."""
-        return any(unit.attached for unit in self._used)
+        return any(unit.attached for unit in self._attached)
 
-    def with_gradients(self) -> list[nn.Parameter]:
-        """Return the slices that have a gradient, in no order."""
-        having: dict[int, nn.Parameter] = {}
-        with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
-            for unit in self._used:
-                for one in unit.parameters:
-                    if one.grad is not None:
-                        having[id(one)] = one
-                    if not one.requires_grad:
-                        self.freezes += 1
-            for key, one in self._may_have.items():
-                if key not in having and one.grad is not None:
-                    having[key] = one
-        self._used = {unit: None for unit in self._used if unit.attached}
-        self._may_have = having
-        return list(having.values())
+    def may_have(self) -> list[int]:
+        """Return the numbers of the slices that may have a gradient, in no order: no other has one."""
+        if self._attached:
+            with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
+                for unit in self._attached:
+                    self._look(unit)
+            self._attached = {unit: None for unit in self._attached if unit.attached}
+        return list(self._may_have)
+
+    def with_gradients(self) -> list[int]:
+        """Return the numbers of those that have one, in no order."""
+        asked, slices = self.may_have(), self._slices
+        with torch._C.DisableTorchFunctionSubclass():  # as above
+            having = [number for number in asked if slices[number].grad is not None]
+        self._may_have = dict.fromkeys(having)
+        return having
+
+    def dropped(self, numbers: Collection[int]) -> None:
+        """The gradients of these slices, if they had any, are dropped."""
+        gone = set(numbers)
+        self._may_have = {number: None for number in self._may_have if number not in gone}

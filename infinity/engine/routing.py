@@ -10,6 +10,8 @@ optim.
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import nn
 
@@ -51,13 +53,13 @@ class Routing:
 
     def announced(self, tiles: list[nn.Module], hidden: torch.Tensor | None) -> None:
         """See tiling.RoutingFollower."""
-        units = dict.fromkeys(unit for tile in tiles for unit in self._units_of[id(tile)])
+        units = list(dict.fromkeys(chain.from_iterable([self._units_of[id(tile)] for tile in tiles])))
         phase = Phase.FORWARD if graph_task() == -1 else Phase.BACKWARD
         # Without gradients, and in no round, it is a reentrant checkpoint, which a backward runs again.
         again = torch.is_grad_enabled() or not self._residency.in_round
-        self._residency.expect(list(units), phase, again=again)
+        self._residency.expect(units, phase, again=again)
         if phase is Phase.FORWARD and hidden is not None:
             for layer in self._foresight.of_this:
-                layer.came(list(units))
+                layer.came(units)
             for layer in self._foresight.of_next:
                 layer.look(hidden)

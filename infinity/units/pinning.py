@@ -153,18 +153,17 @@ class Pins:
         """
         if self._nvme is self._host or self._to_host:
             return
-        # What waits where it computes is not fetched.
-        idle = [one.index for one in units if one.residence.fetch is None]
         self._fields.look()
         if self._fields.any_packed:
-            idle = [one for one in idle if self._units[one].record.packed_nbytes is None]
-        numbers = np.array(idle, np.int64)
+            units = [one for one in units if one.record.packed_nbytes is None]
+        numbers = np.array([one.index for one in units], np.int64)
         self._slices[numbers] = True
         admission = self._admission_in_rounds if self._rounds else self._admission
         if admission is None or not (self._rounds or self._steps):
             return
-        for number in np.flatnonzero(admission.expects_more(numbers)).tolist():
-            self._admit(self._units[idle[number]], admission)
+        for number in admission.expects_more(numbers).nonzero()[0].tolist():
+            if units[number].residence.fetch is None:  # what waits where it computes is not fetched
+                self._admit(units[number], admission)
 
     def _admit(self, unit: Unit, admission: Admission) -> None:
         """Let a slice have free room that is expected to be used more than another that has some."""

@@ -54,6 +54,9 @@ class AttachedWatch(Protocol):
     def attached(self, unit: Unit) -> None:
         """See slice_watch.SliceWatch."""
 
+    def released(self, unit: Unit) -> None:
+        """See slice_watch.SliceWatch."""
+
 
 class _Opened(NamedTuple):
     """What `open` has told a unit: where it becomes resident."""
@@ -109,8 +112,12 @@ class Unit:
         applied).
         """
         self._pending = PendingUpdates()
-        self._owed: dict[int, MissedUpdates] = {}
+        self._owed: dict[int, tuple[MissedUpdates, int]] = {}
         self._watch: AttachedWatch | None = None
+        self.slice_numbers: tuple[int, ...] = ()
+        """Of each parameter that is a slice its number, by which `watch_by` has it known; -1 of the others.
+        Empty where none is.
+        """
 
     @property
     def pending(self) -> PendingUpdates:
@@ -122,16 +129,16 @@ class Unit:
             self._tell_missed()
         return self._pending
 
-    def owe(self, index: int, missed: MissedUpdates) -> Update | None:
-        """Have `missed` asked, when somebody looks at what is pending next; return what is pending for the
-        parameter now.
+    def owe(self, index: int, missed: MissedUpdates, number: int) -> Update | None:
+        """Have `missed` asked for a parameter, which it knows by `number`, when somebody looks at what is
+        pending next; return what is pending for the parameter now.
         """
-        self._owed[index] = missed
+        self._owed[index] = missed, number
         return self._pending.get(index)
 
     def _tell_missed(self) -> None:
-        for index, missed in list(self._owed.items()):
-            missed.tell(self._pending, self.parameters[index])
+        for index, (missed, number) in tuple(self._owed.items()):
+            missed.tell(self._pending, index, number)
             self._owed.pop(index, None)  # last: a Ctrl-C may come before, and what is told is told once
 
     @property
@@ -195,9 +202,13 @@ class Unit:
             release(parameter, stand_in)
             set_changes(parameter, self.changes)
 
-    def watch_by(self, watch: AttachedWatch) -> None:
-        """Tell `watch` each time that the parameters are attached."""
-        self._watch = watch
+    def watch_by(self, watch: AttachedWatch, index: int, number: int) -> None:
+        """Tell `watch` each time that the parameters are attached, or released. number: by which it knows the
+        slice at `index`.
+        """
+        numbers = list(self.slice_numbers or (-1,) * len(self.parameters))
+        numbers[index] = number
+        self.slice_numbers, self._watch = tuple(numbers), watch
         if self.attached:
             watch.attached(self)
 
@@ -388,6 +399,8 @@ class Unit:
         """Put the guard on the parameters; the storage stays as it is."""
         saved = self.saved()
         self.attached = self.aside = False  # first: after an interrupt here all of them are attached again
+        if self._watch is not None:
+            self._watch.released(self)
         self.changes.end()
         if self.distributed:
             become_all(self.parameters, "released", self._opened.placeholders)
