@@ -74,10 +74,8 @@ NOTING: Sequence[tuple[type[Any], str]] = (
     (DecidedUpdates, "add"),
     (MissedSteps, "due"),
     (Stack, "tell"),
-    (SliceWatch, "gradient_came"),
     (SliceWatch, "assigned"),
-    (SliceWatch, "attached"),
-    (SliceWatch, "released"),
+    (SliceWatch, "look"),
 )
 """Which slices have gradients, and which updates wait: what of an optimizer's step grows with the slices."""
 

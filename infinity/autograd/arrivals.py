@@ -423,6 +423,7 @@ class Arrivals:
         return optimizer.update == "backward"
 
     def _backward_ended(self) -> None:
+        self.slices.note_once()
         if self._meeting is not None:
             self._meeting.before(None)
         self._agree_on_divided()

@@ -15,11 +15,14 @@ with each slice is one operation on arrays.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
+from infinity.planning.densest import Integers
 from infinity.units.unit import Unit
 
 
@@ -31,10 +34,13 @@ class SliceWatch:
         self._slices: list[nn.Parameter] = []
         self._numbers: dict[int, int] = {}
         """By id()."""
-        self._may_have: dict[int, None] = {}
-        self._attached: dict[Unit, None] = {}
-        """Units that are attached, or were when an interrupt came: what is assigned to their parameters goes
-        unseen.
+        self._may_have = array("q")
+        """Numbers, some more than once."""
+        self.gradient_came = self._may_have.append
+        """Called with the number of a slice whose gradient autograd has brought: too often for a function."""
+        self.attached: set[Unit] = set()
+        """Units enter themselves as long as they are attached: what is assigned to their parameters goes
+        unseen. After an interrupt one may be here that is not.
         """
         self.freezes = 0
         """How often any slice was found frozen, or may have been frozen, so far."""
@@ -74,20 +80,10 @@ class SliceWatch:
         else:
             self.freezes += 1
 
-    def gradient_came(self, number: int) -> None:
-        """Note that autograd has brought a gradient of a slice."""
-        self._may_have[number] = None
-
-    def attached(self, unit: Unit) -> None:
-        """The parameters of a unit are attached: nobody sees what is assigned to them from now on."""
-        self._attached[unit] = None
-
-    def released(self, unit: Unit) -> None:
-        """They are about to be released, and torch still answers for them: see what was assigned."""
-        self._attached.pop(unit, None)
-        self._look(unit)
-
-    def _look(self, unit: Unit) -> None:
+    def look(self, unit: Unit) -> None:
+        """See whether slices of a unit that is attached, or about to be released, have gradients, or are
+        frozen.
+        """
         numbers = unit.slice_numbers
         for index, one in enumerate(unit.parameters):
             if (number := numbers[index]) >= 0:
@@ -99,26 +95,31 @@ class SliceWatch:
     @property
     def any_attached(self) -> bool:
         """Whether any slices are attached now: only those can be in use."""
-        return any(unit.attached for unit in self._attached)
+        return any(unit.attached for unit in self.attached)
 
-    def may_have(self) -> list[int]:
-        """Return the numbers of the slices that may have a gradient, in no order: no other has one."""
-        if self._attached:
+    def may_have(self) -> Integers:
+        """Return the numbers of the slices that may have a gradient, in order: no other has one."""
+        if self.attached:
             with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
-                for unit in self._attached:
-                    self._look(unit)
-            self._attached = {unit: None for unit in self._attached if unit.attached}
-        return list(self._may_have)
+                for unit in self.attached:
+                    self.look(unit)
+            self.attached.intersection_update([unit for unit in self.attached if unit.attached])
+        return np.unique(np.array(self._may_have, np.int64))
 
-    def with_gradients(self) -> list[int]:
-        """Return the numbers of those that have one, in no order."""
+    def with_gradients(self) -> Integers:
+        """Return the numbers of those that have one, in order."""
         asked, slices = self.may_have(), self._slices
         with torch._C.DisableTorchFunctionSubclass():  # as above
-            having = [number for number in asked if slices[number].grad is not None]
-        self._may_have = dict.fromkeys(having)
-        return having
+            having = [number for number in asked.tolist() if slices[number].grad is not None]
+        self._may_have[:] = array("q", having)
+        return np.array(having, np.int64)
 
-    def dropped(self, numbers: Collection[int]) -> None:
+    def dropped(self, numbers: Integers) -> None:
         """The gradients of these slices, if they had any, are dropped."""
-        gone = set(numbers)
-        self._may_have = {number: None for number in self._may_have if number not in gone}
+        left = np.setdiff1d(np.array(self._may_have, np.int64), numbers)
+        self._may_have[:] = array("q", left.tolist())
+
+    def note_once(self) -> None:
+        """Keep each number once: backwards may have brought many gradients of a slice without a step."""
+        if len(self._may_have) > len(self._slices):
+            self._may_have[:] = array("q", self.may_have().tolist())

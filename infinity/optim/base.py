@@ -250,11 +250,14 @@ class OffloadedOptimizer(NotingMissed, TakingTurns, Tracking, Optimizer):  # typ
 
     def _step_now(self) -> None:
         """Decide the updates of all parameters that have a gradient now."""
+        may_have = self._having_gradients(asks=False)
         found = [
             (group, one, gradient)
-            for group, one in self._having_gradients()
+            for group, one in may_have
             if (gradient := self.mine[id(one)].engine.arrivals.gradient_of(one)) is not None
         ]
+        if len(found) < len(may_have):
+            self._having_gradients()
         if self.update == "auto":
             self.look_at_turns([gradient for _, _, gradient in found], {id(one) for _, one, _ in found})
         beside = self._begin_to_miss()
@@ -299,10 +302,12 @@ class OffloadedOptimizer(NotingMissed, TakingTurns, Tracking, Optimizer):  # typ
         if set_to_none:
             self._with_gradients.dropped(self._slices)
 
-    def _having_gradients(self) -> list[tuple[dict[str, Any], nn.Parameter]]:
-        """Return the parameters that have a gradient, with their groups: of many slices they are few."""
+    def _having_gradients(self, *, asks: bool = True) -> list[tuple[dict[str, Any], nn.Parameter]]:
+        """Return the parameters that have a gradient, with their groups: of many slices they are few. asks:
+        see WithGradients.
+        """
         self.regroup()
-        return self._with_gradients.as_sorted(self.param_groups, self._slices)
+        return self._with_gradients.as_sorted(self.param_groups, self._slices, asks=asks)
 
     @property
     def _slices(self) -> list[SliceWatch]:
@@ -546,4 +551,3 @@ def _in_pieces(group: dict[str, Any]) -> dict[str, Any]:
         else:
             params.append(one)
     return {**group, "params": params}
-

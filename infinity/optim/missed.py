@@ -119,8 +119,7 @@ class Stack:
         self._units = [one.unit for one in slices]
         self._at = [one.at for one in slices]
         self._group_of = [one.group for one in slices]
-        self._limits = np.array([most_misses(one.unit) for one in slices], np.int64)
-        self._may_wait = np.array([one.may_wait for one in slices], np.bool_)
+        self._limits = np.array([most_misses(one.unit) if one.may_wait else 1 for one in slices], np.int64)
         self._alone = all(len(one.unit.parameters) == 1 for one in slices)
         """Whether no slice shares its unit with other parameters, which may miss steps, too."""
         self._all_here = not any(one.unit.record.is_elsewhere for one in slices)
@@ -216,11 +215,10 @@ class Stack:
             before = units[number].owe(at[number], self, number)
             if before is not None and (before.field is None or before.missed or before.after):
                 late.append((number, before.misses))
-        self._due_at[numbers] = self._now + np.where(self._may_wait[numbers], self._limits[numbers], 1)
+        self._due_at[numbers] = self._limits[numbers] + self._now
         for number, waits in late:
             limit = int(self._limits[number])
-            waits_on = self._may_wait[number] and waits < limit
-            self._due_at[number] = self._now + (limit - int(waits) if waits_on else 1)
+            self._due_at[number] = self._now + (limit - int(waits) if waits < limit else 1)
         self._since[numbers] = self._now  # last: after a Ctrl-C before, they are level, and owe nothing
 
     def that_owe_all(self, numbers: Integers) -> list[Unit]:

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from infinity.autograd.slice_watch import SliceWatch
+from infinity.planning.densest import Integers
 
 _grad: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
-_Integers = NDArray[np.int64]
 
 
 class _NoneEqual(TorchFunctionMode):
@@ -34,15 +33,14 @@ class WithGradients:
         """Know no groups."""
         self.sorts = 0
         """How often parameters were sorted, since groups or slices were others than before."""
-        self.slices: list[_Integers] = []
-        """Of each watch the numbers of the slices that had a gradient when that was last found out in order.
-        """
+        self.slices: list[Integers] = []
+        """Of each watch the numbers of the slices that `as_sorted` has found."""
         self._lists: list[tuple[list[nn.Parameter], list[nn.Parameter]]] = []
         """The list of each group, and what was in it."""
         self._watched: list[tuple[SliceWatch, int]] = []
         self._others: list[tuple[list[int], list[nn.Parameter]]] = []
         """Of each group what is no slice, after its place in the order of all parameters."""
-        self._places: list[tuple[_Integers, _Integers]] = []
+        self._places: list[tuple[Integers, Integers]] = []
         """Of each watch the place, and the group, of each slice by its number; -1 where it is no member."""
 
     def of(
@@ -53,9 +51,11 @@ class WithGradients:
         return self.as_sorted(groups, watches)
 
     def as_sorted(
-        self, groups: Sequence[dict[str, Any]], watches: Sequence[SliceWatch]
+        self, groups: Sequence[dict[str, Any]], watches: Sequence[SliceWatch], *, asks: bool = True
     ) -> list[tuple[dict[str, Any], nn.Parameter]]:
-        """Do so right after `sort`, which compares all parameters with those that it knows."""
+        """Do so right after `sort`, which compares all parameters with those that it knows. asks: each slice;
+        else some have no gradient, where the user has dropped it, and who is given them asks.
+        """
         having: list[nn.Parameter] = []
         places: list[int] = []
         of_group: list[int] = []
@@ -67,7 +67,7 @@ class WithGradients:
                 of_group += [number] * len(found)
         self.slices = []
         for watch, (place_of, group_of) in zip(watches, self._places, strict=True):
-            numbers = np.array(watch.with_gradients(), np.int64)
+            numbers = watch.with_gradients() if asks else watch.may_have()
             numbers = numbers[place_of[numbers] >= 0]
             self.slices.append(numbers)
             having += watch.slices(numbers.tolist())
@@ -83,7 +83,7 @@ class WithGradients:
         self.sort(groups, watches)
         may_have = [one for _, others in self._others for one in others]
         for watch, numbers in self._own(watches):
-            may_have += watch.slices(numbers)
+            may_have += watch.slices(numbers.tolist())
         return may_have
 
     def dropped(self, watches: Sequence[SliceWatch]) -> None:
@@ -91,11 +91,11 @@ class WithGradients:
         for watch, numbers in self._own(watches):
             watch.dropped(numbers)
 
-    def _own(self, watches: Sequence[SliceWatch]) -> Iterator[tuple[SliceWatch, list[int]]]:
+    def _own(self, watches: Sequence[SliceWatch]) -> Iterator[tuple[SliceWatch, Integers]]:
         """Yield the watches with the numbers of those members that may have a gradient."""
         for watch, (place_of, _) in zip(watches, self._places, strict=True):
-            numbers = np.array(watch.may_have(), np.int64)
-            yield watch, numbers[place_of[numbers] >= 0].tolist()
+            numbers = watch.may_have()
+            yield watch, numbers[place_of[numbers] >= 0]
 
     def sort(self, groups: Sequence[dict[str, Any]], watches: Sequence[SliceWatch]) -> None:
         """Tell slices from the others, and know where each is, where anything of that has changed."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
 
 from infinity.records.update_rules import ADAMW, Recipe
 from infinity.storage.store import DONE, Future

@@ -170,6 +170,12 @@ class Pins:
         record = unit.record
         if record.all_in_host or not (self._rounds or record.in_files is None):
             return  # what is trained leaves its checkpoint's files
+        has_none = not self._host_nbytes[unit.index] and (unit.index, "hi") not in self._admitted
+        if has_none and self._tier is None and not self._rounds:  # as nearly all
+            nbytes = int(self._fields.unit_nbytes[unit.index])
+            if nbytes > self._free_nbytes():
+                admission.ask(nbytes)
+                return
         names = ("hi",) if self._rounds else record.fields
         keys = [(unit.index, name) for name in names if not record.in_host(name)]
         keys = [key for key in keys if key not in self._placement and key not in self._admitted]

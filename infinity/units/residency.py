@@ -412,7 +412,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         """
         if phase is Phase.BACKWARD:
             self._layers.recomputed(units)
-        elif again:
+        elif again and any(map(self._routed.get, units[:1])):  # no backward comes to rows of embeddings
             self._layers.announced(units)
         for call in self.before_routed_fetch if phase is Phase.FORWARD else ():
             call(units)

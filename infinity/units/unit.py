@@ -51,10 +51,10 @@ _shares: Callable[[int], int] = torch._C._storage_Use_Count
 class AttachedWatch(Protocol):
     """What looks at parameters that may have been assigned to while they were attached."""
 
-    def attached(self, unit: Unit) -> None:
-        """See slice_watch.SliceWatch."""
+    attached: set[Unit]
+    """Those that are attached now."""
 
-    def released(self, unit: Unit) -> None:
+    def look(self, unit: Unit) -> None:
         """See slice_watch.SliceWatch."""
 
 
@@ -203,14 +203,14 @@ class Unit:
             set_changes(parameter, self.changes)
 
     def watch_by(self, watch: AttachedWatch, index: int, number: int) -> None:
-        """Tell `watch` each time that the parameters are attached, or released. number: by which it knows the
-        slice at `index`.
+        """Have `watch` look at what is assigned while the parameters are attached. number: by which it knows
+        the slice at `index`.
         """
         numbers = list(self.slice_numbers or (-1,) * len(self.parameters))
         numbers[index] = number
         self.slice_numbers, self._watch = tuple(numbers), watch
         if self.attached:
-            watch.attached(self)
+            watch.attached.add(self)
 
     def live_in(self, blocks: Blocks) -> None:
         """Become resident in other blocks than it was opened with, before it has been."""
@@ -365,7 +365,7 @@ class Unit:
             _set_data(parameter, values)
         self.changes.begin(self._views)
         if self._watch is not None:
-            self._watch.attached(self)  # first: after an interrupt it knows
+            self._watch.attached.add(self)  # first: after an interrupt it knows
         self.attached, self.aside = True, aside
 
     def guard(self) -> None:
@@ -400,7 +400,11 @@ class Unit:
         saved = self.saved()
         self.attached = self.aside = False  # first: after an interrupt here all of them are attached again
         if self._watch is not None:
-            self._watch.released(self)
+            self._watch.attached.discard(self)
+            for parameter in self.parameters:  # torch answers for them: later each would be a cache missed
+                if parameter.grad is not None or not parameter.requires_grad:
+                    self._watch.look(self)
+                    break
         self.changes.end()
         if self.distributed:
             become_all(self.parameters, "released", self._opened.placeholders)

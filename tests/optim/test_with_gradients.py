@@ -100,7 +100,7 @@ def test_what_may_have_a_gradient_holds_all_that_have_one_and_no_slice_that_was_
         one.grad = None
     finds.dropped([watch])
     assert list(map(id, finds.that_may_have(groups, [watch]))) == [id(mine[0])]
-    assert watch.with_gradients() == [3], "another optimizer's"
+    assert watch.with_gradients().tolist() == [3], "another optimizer's"
 
 
 def test_slices_that_were_found_are_known_by_the_numbers_of_each_watch():
