@@ -104,7 +104,10 @@ class SliceWatch:
                 for unit in self.attached:
                     self.look(unit)
             self.attached.intersection_update([unit for unit in self.attached if unit.attached])
-        return np.unique(np.array(self._may_have, np.int64))
+        numbers = np.unique(np.array(self._may_have, np.int64))
+        if len(numbers) < len(self._may_have):
+            self._may_have[:] = array("q", numbers.tobytes())
+        return numbers
 
     def with_gradients(self) -> Integers:
         """Return the numbers of those that have one, in order."""
@@ -115,11 +118,14 @@ class SliceWatch:
         return np.array(having, np.int64)
 
     def dropped(self, numbers: Integers) -> None:
-        """The gradients of these slices, if they had any, are dropped."""
-        left = np.setdiff1d(np.array(self._may_have, np.int64), numbers)
-        self._may_have[:] = array("q", left.tolist())
+        """The gradients of these slices, of those that may have one, were dropped."""
+        left = self.may_have()
+        if len(left) > len(numbers):
+            self._may_have[:] = array("q", np.setdiff1d(left, numbers).tobytes())
+        else:
+            del self._may_have[:]
 
     def note_once(self) -> None:
         """Keep each number once: backwards may have brought many gradients of a slice without a step."""
         if len(self._may_have) > len(self._slices):
-            self._may_have[:] = array("q", self.may_have().tolist())
+            self.may_have()

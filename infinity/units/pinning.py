@@ -161,7 +161,9 @@ class Pins:
         admission = self._admission_in_rounds if self._rounds else self._admission
         if admission is None or not (self._rounds or self._steps):
             return
-        for number in admission.expects_more(numbers).nonzero()[0].tolist():
+        wanted = admission.expects_more(numbers)
+        wanted &= self._host_nbytes[numbers] < self._fields.unit_nbytes[numbers]  # else all of it is there
+        for number in wanted.nonzero()[0].tolist():
             if units[number].residence.fetch is None:  # what waits where it computes is not fetched
                 self._admit(units[number], admission)
 
