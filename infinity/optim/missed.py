@@ -134,7 +134,7 @@ class Stack:
         """Whether none was frozen when `tell_frozen` looked."""
         self._since = np.full(len(slices), _LEVEL, np.int64)
         """The steps before the first that a slice has missed and not been told."""
-        self._since_of = memoryview(self._since)
+        self._since_of = self._since.data
         """The same: one number is read in a third of the time."""
         self._due_at = np.full(len(slices), _NEVER, np.int64)
         """The steps at which it is told at the latest; once it was told, of the last time."""
