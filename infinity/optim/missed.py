@@ -142,6 +142,8 @@ class Stack:
         """Whether any slice was told since `level` was called."""
         self._same: dict[tuple[int, int, int], tuple[_Missed, Update]] = {}
         """See `_told_alike`."""
+        self._runs: dict[tuple[int, int], tuple[int, list[tuple[Any, int]]]] = {}
+        """See `_run_of`."""
         self._shared: dict[tuple[int, int, int, int], tuple[Update, Update]] = {}
         """Updates of slices with the same past, by id() of what was pending, which is kept alive."""
 
@@ -240,6 +242,11 @@ class Stack:
             told = (int(owed.min()) if len(owed) else self._now) - self._dropped
             del self._steps[:told]
             self._dropped += told
+            self._runs = {
+                past: (max(start, self._dropped), run[max(0, self._dropped - start) :])
+                for past, (start, run) in self._runs.items()
+                if start + len(run) > self._dropped
+            }
 
     def tell(self, pending: PendingUpdates, index: int, number: int) -> None:
         """Add to what is pending for a slice's unit what it has missed: it is level then."""
@@ -284,12 +291,23 @@ class Stack:
         same for all whose state is not rounded; and an update of nothing else.
         """
         since, group, begun = past
-        first = since - self._dropped
-        steps = tuple(
-            (step.scalars(group, count), 0) for count, step in enumerate(self._steps[first:], begun + 1)
-        )
-        found = self._same[past] = steps, Update.of_zeros(steps, self._steps[first].recipe(group))
-        return found
+        steps = tuple(self._run_of(since, group, begun - since))
+        of_zeros = Update.of_zeros(steps, self._steps[since - self._dropped].recipe(group))
+        self._same[past] = steps, of_zeros
+        return steps, of_zeros
+
+    def _run_of(self, since: int, group: int, ahead: int) -> list[tuple[Any, int]]:
+        """Return the scalars and keys of the steps since then, of slices of a group whose own steps are so
+        many `ahead` of the stack's. Nearly all slices are the same ahead, whenever they were used last, so
+        that each step adds one to what is known of them all.
+        """
+        start, run = self._runs.get((group, ahead), (since, []))
+        if since < start:
+            start, run = since, []
+        for number in range(start + len(run), self._now):
+            run.append((self._steps[number - self._dropped].scalars(group, ahead + number + 1), 0))
+        self._runs[group, ahead] = start, run
+        return run[since - start :]
 
     def _steps_of(self, number: int, since: int, begun: int) -> _Missed:
         """Return the scalars and keys of the steps that a slice missed since."""

@@ -194,6 +194,23 @@ def test_steps_are_dropped_that_all_slices_have_been_told_of(monkeypatch):
     assert counts[unused.parameters[0]] == {"step": 30}
 
 
+def test_slices_that_are_told_at_different_times_miss_the_steps_of_each(monkeypatch):
+    monkeypatch.setattr(missed, "MISSED_LIMIT", 5)
+    used, *others = units = [FakeUnit(index) for index in range(5)]
+    began = dict(zip(others, (0, 7, 0, 3), strict=True))
+    stack = Stack(sliced(*units), {one.parameters[0]: {"step": step} for one, step in began.items()})
+    since, clips = dict.fromkeys(others, 0), []
+    for number in range(40):
+        for one in [one for place, one in enumerate(others) if number % (place + 2) == 0]:
+            counts = range(began[one] + since[one] + 1, began[one] + number + 1)
+            expected = [(ADAMW.scalars(OPTIONS, count, clips[count - began[one] - 1]), 0) for count in counts]
+            assert dict(one.pending) == ({0: Update.of_zeros(expected, ADAMW)} if expected else {})
+            one.told.clear()
+            since[one] = number
+        clips.append(1.0 / (number + 1))
+        noted(stack, used, clip=clips[-1])
+
+
 def test_options_out_of_range_are_an_error_of_their_step():
     used, unused = FakeUnit(0), FakeUnit(1)
     stack = Stack(sliced(used, unused), {})
