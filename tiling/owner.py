@@ -62,9 +62,9 @@ class RoutingFollower(Protocol):
         process calls it at the same time.
         """
 
-    def announced(self, tiles: list[nn.Module], hidden: torch.Tensor | None) -> None:
-        """Hear which tiles are about to be used, in their order. hidden: of experts, what they compute with
-        [tokens, features].
+    def announced(self, numbers: list[int], hidden: torch.Tensor | None) -> None:
+        """Hear which tiles are about to be used, by number, in this order. hidden: of experts, what they
+        compute with [tokens, features].
         """
 
 
@@ -170,7 +170,7 @@ class Routed(Tiled):
     def announce(self, numbers: Iterable[int], hidden: torch.Tensor | None = None) -> None:
         """Say which tiles are about to be used, in their order, and with what."""
         if self._follower is not None:
-            self._follower.announced([self.tiles[number] for number in numbers], hidden)
+            self._follower.announced(list(numbers), hidden)
 
 
 _saved: WeakIdKeyDictionary = WeakIdKeyDictionary()

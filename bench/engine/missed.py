@@ -45,24 +45,24 @@ class _Slice:
         self.index, self.parameter = index, nn.Parameter(torch.zeros(1))
         self.parameters = [self.parameter]
         self._pending = PendingUpdates()
-        self._owed: MissedUpdates | None = None
+        self._owed: tuple[MissedUpdates, int, int] | None = None
 
-    def owe(self, index: int, missed: MissedUpdates) -> Update | None:
-        self._owed = missed
+    def owe(self, index: int, missed: MissedUpdates, number: int) -> Update | None:
+        self._owed = missed, index, number
         return self._pending.get(index)
 
     @property
     def pending(self) -> PendingUpdates:
         if self._owed is not None:
-            missed, self._owed = self._owed, None
-            missed.tell(self._pending, self.parameter)
+            (missed, *where), self._owed = self._owed, None
+            missed.tell(self._pending, *where)
         return self._pending
 
 
 def measured(count: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return the seconds of this thread that a step with so many slices takes."""
     units: list[Any] = [_Slice(index) for index in range(count)]
-    slices = [Slice(one.parameter, one, 0, 0, number, True) for number, one in enumerate(units)]
+    slices = [Slice(one.parameter, one, 0, 0, number, True, (0, number)) for number, one in enumerate(units)]
     stacks: Sequence[list[Slice]] = [slices[at : at + _OF_STACK] for at in range(0, count, _OF_STACK)]
     parameters, steps = [one.parameter for one in units], MissedSteps()
     steps.know(1, lambda: stacks, {})
@@ -78,12 +78,12 @@ def measured(count: int, options: argparse.Namespace) -> dict[str, Any]:
         for one in used:
             watch.assigned(one.parameter, "grad")
         having = [parameter for _, parameter in finds.of(groups, [watch])]
-        steps.look(set(map(id, having)), watch.freezes)
-        for _unit in steps.due():
-            pass
+        steps.look(finds.slices, watch.freezes)
+        steps.due()
         steps.note(MissedStep(1.0, 0), lambda _: (ADAMW, _OPTIONS))
         for parameter in having:
             parameter.grad = None
+        finds.dropped([watch])
         seconds.append(time.thread_time() - began)
     return {"slices": count, "used": len(used), "step": statistics.median(seconds[1:])}
 

@@ -145,7 +145,7 @@ class Arrivals:
         self._speculation = speculation
         self.early, self.ahead = early, ahead
         self._told: list[Callable[[nn.Parameter], None]] = []
-        """Called with each parameter whose gradient comes: of these and of slices, those that are used."""
+        """Called with each parameter whose gradient comes: of these, those that are used."""
         for one in (early, ahead):
             hooks.forward_began.append(one.forward_began)
         hooks.backward_ended.append(self._backward_ended)
@@ -191,8 +191,7 @@ class Arrivals:
             grad = parameter.grad
         if grad is None:
             return
-        for call in self._told:
-            call(parameter)
+        self._note(parameter, unit, index)
         updater = self.updater(unit)
         if updater is not None and self._durable is not None:
             self._durable.before_change()
@@ -224,6 +223,12 @@ class Arrivals:
             else:
                 self._use_gradients(unit, updater)
         self._hooks.end_unit(unit)
+
+    def _note(self, parameter: nn.Parameter, unit: Unit, index: int) -> None:
+        for call in self._told:
+            call(parameter)
+        if unit.slice_numbers and (number := unit.slice_numbers[index]) >= 0:
+            self.slices.gradient_came(number)
 
     def _speculates(self, unit: Unit) -> bool:
         """Begin to make a complete unit's updates before they are decided, and end the unit's use; False, and
@@ -367,9 +372,9 @@ class Arrivals:
         """Take parameters as slices of one: see [Note: slices that are not used] in engine/routing.py."""
         self.stacks.append(parameters)
         self.slices.follow(parameters)
-        self._tell(self.slices.gradient_came)
         for one in parameters:
-            self._unit_of(one)[0].watch_by(self.slices)
+            unit, index = self._unit_of(one)
+            unit.watch_by(self.slices, index, self.slices.number(one))
 
     def _may_wait(self, unit: Unit) -> bool:
         """Whether a unit's update needs no I/O, and no later use in this backward can add to its gradients.
@@ -421,6 +426,7 @@ class Arrivals:
         return optimizer.update == "backward"
 
     def _backward_ended(self) -> None:
+        self.slices.note_once()
         if self._meeting is not None:
             self._meeting.before(None)
         self._agree_on_divided()

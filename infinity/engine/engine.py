@@ -396,14 +396,14 @@ class Engine:
     ) -> None:
         """Follow a module that uses those of its tiles alone that its input needs.
 
-        units_of: the units of each tile, by its id().
+        units_of: the units of each tile, by its id(), in their order.
         """
         division = None
         if self.expert_ranks is not None and any(
             not unit.record.holders.are_all for units in units_of.values() for unit in units
         ):
             division = DividedExperts(self.expert_ranks, self.residency, name)
-        routing = Routing(self.residency, self.ranks, name, units_of, division)
+        routing = Routing(self.residency, self.ranks, name, list(units_of.values()), division)
         routing.foresee(foresight)
         module.follow(routing)
         self.hooks.know_chosen(units_of)

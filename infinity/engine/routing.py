@@ -10,8 +10,10 @@ optim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+
 import torch
-from torch import nn
 
 from infinity.autograd.hooks import graph_task
 from infinity.engine.foresight import NONE, Foresight
@@ -30,11 +32,11 @@ class Routing:
         residency: UnitResidency,
         ranks: Ranks,
         name: str,
-        units_of: dict[int, list[Unit]],
+        units_of: Sequence[Sequence[Unit]],
         division: ExpertDivision | None = None,
     ) -> None:
-        """name: of the module. units_of: the units of each tile, by its id(). division: of its experts among
-        ranks; None where each computes with all.
+        """name: of the module. units_of: those of each tile, by number. division: of its experts among ranks;
+        None where each computes with all.
         """
         self._residency, self._ranks, self._name, self._units_of = residency, ranks, name, units_of
         self.division = division
@@ -49,15 +51,15 @@ class Routing:
         """Guess, from now on, what the next layer uses."""
         self._foresight = foresight
 
-    def announced(self, tiles: list[nn.Module], hidden: torch.Tensor | None) -> None:
+    def announced(self, numbers: list[int], hidden: torch.Tensor | None) -> None:
         """See tiling.RoutingFollower."""
-        units = dict.fromkeys(unit for tile in tiles for unit in self._units_of[id(tile)])
+        units = list(dict.fromkeys(chain.from_iterable(map(self._units_of.__getitem__, numbers))))
         phase = Phase.FORWARD if graph_task() == -1 else Phase.BACKWARD
         # Without gradients, and in no round, it is a reentrant checkpoint, which a backward runs again.
         again = torch.is_grad_enabled() or not self._residency.in_round
-        self._residency.expect(list(units), phase, again=again)
+        self._residency.expect(units, phase, again=again)
         if phase is Phase.FORWARD and hidden is not None:
             for layer in self._foresight.of_this:
-                layer.came(list(units))
+                layer.came(units)
             for layer in self._foresight.of_next:
                 layer.look(hidden)

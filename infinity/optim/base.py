@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Literal, get_args
@@ -54,8 +54,8 @@ from infinity.optim.checks import check_record, check_room, checked_states
 from infinity.optim.decided import DecidedUpdates
 from infinity.optim.delayed import DELAYED_AFTER, DelayedGradients, check_delayed
 from infinity.optim.joined_state import cut_state, joined_state
-from infinity.optim.missed import MissedStep, MissedSteps, Slice
-from infinity.optim.optimizer_view import ShowingState
+from infinity.optim.missed import MissedSteps, Slice
+from infinity.optim.missing import NotingMissed, check_unused
 from infinity.optim.ownership import ParameterPlace, check_current, engine_for
 from infinity.optim.turns import TakingTurns
 from infinity.optim.with_gradients import WithGradients
@@ -78,7 +78,7 @@ Taken = tuple[dict[str, Any], nn.Parameter, Gradient]
 """A group, one of its parameters, and the gradient that step() applies."""
 
 
-class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # type: ignore[misc]  # state, on demand
+class OffloadedOptimizer(NotingMissed, TakingTurns, Tracking, Optimizer):  # type: ignore[misc]  # state, on demand
     """The base of all optimizers on parameters built inside `with infinity.Init(...)`. Making one
     allocates room for their state.
 
@@ -189,6 +189,13 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
     def _engine(self, unit: Unit) -> Engine:
         return next(self.mine[id(one)].engine for one in unit.parameters if id(one) in self.mine)
 
+    def _count_updates(self, units: Iterable[Unit]) -> None:
+        """Count an update of each of these units, of which there may be thousands."""
+        for engine in self._engines.values():
+            all_its_own = len(self._engines) == 1
+            own = [one.index for one in units if all_its_own or self._engine(one) is engine]
+            engine.residency.frequencies.were_updated(own)
+
     # A step
 
     @torch.no_grad()
@@ -243,14 +250,17 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
 
     def _step_now(self) -> None:
         """Decide the updates of all parameters that have a gradient now."""
+        may_have = self._having_gradients(asks=False)
         found = [
             (group, one, gradient)
-            for group, one in self._having_gradients()
+            for group, one in may_have
             if (gradient := self.mine[id(one)].engine.arrivals.gradient_of(one)) is not None
         ]
+        if len(found) < len(may_have):
+            self._having_gradients()
         if self.update == "auto":
             self.look_at_turns([gradient for _, _, gradient in found], {id(one) for _, one, _ in found})
-        beside = self._begin_to_miss({id(one) for _, one, _ in found})
+        beside = self._begin_to_miss()
         # Graphs with old values end.
         torch.autograd.graph.increment_version(
             [*(one for _, one, _ in found), *(one.parameter for one in beside)]
@@ -262,13 +272,13 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
         taken = [one for one in found if one[2].form is not Form.APPLIED]
         self._warn_of_overflow([gradient for _, _, gradient in taken])
         factor = self._clip_factor([gradient for _, _, gradient in taken])
-        self._flush_earlier([gradient for _, _, gradient in taken], beside)
+        busy = {gradient.unit for _, _, gradient in taken if gradient.form is not Form.ZERO}
+        self._flush_earlier(busy, beside)
         for group, parameter, gradient in taken:
             self._decide(group, parameter, gradient, factor)
         self._note_missed(beside, float(factor))
         self._settle_speculation(taken, factor)
-        for unit in {gradient.unit for _, _, gradient in taken if gradient.form is not Form.ZERO}:
-            self._engine(unit).residency.frequencies.updated(unit.index)
+        self._count_updates(busy)
         self._applied.clear()
         for engine in self._engines.values():
             if self.update == "auto":
@@ -282,18 +292,22 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
         if self.update == "auto":
             with self.telling_others():
                 self.check_none_is_dropped(())
-        watches = [engine.arrivals.slices for engine in self._engines.values()]
-        having = self._with_gradients.in_no_order(self.param_groups, watches)
+        may_have = self._with_gradients.that_may_have(self.param_groups, self._slices)
         with torch._C.DisableTorchFunctionSubclass():
-            for one in having if set_to_none else ():
-                one.grad = None
-            if having and not set_to_none:
+            for one in may_have if set_to_none else ():
+                if one.grad is not None:
+                    one.grad = None
+            if not set_to_none and any(one.grad is not None for one in may_have):
                 super().zero_grad(set_to_none)
+        if set_to_none:
+            self._with_gradients.dropped(self._slices)
 
-    def _having_gradients(self) -> list[tuple[dict[str, Any], nn.Parameter]]:
-        """Return the parameters that have a gradient, with their groups: of many slices they are few."""
+    def _having_gradients(self, *, asks: bool = True) -> list[tuple[dict[str, Any], nn.Parameter]]:
+        """Return the parameters that have a gradient, with their groups: of many slices they are few. asks:
+        see WithGradients.
+        """
         self.regroup()
-        return self._with_gradients.as_sorted(self.param_groups, self._slices)
+        return self._with_gradients.as_sorted(self.param_groups, self._slices, asks=asks)
 
     @property
     def _slices(self) -> list[SliceWatch]:
@@ -322,47 +336,6 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
                         "state. Make a new optimizer instead."
                     )
                 self.mine[id(one)] = replace(place, group=number)
-
-    def _begin_to_miss(self, found: set[int]) -> list[Slice]:
-        """Return the slices that have gradients of zeros because others of their stacks have some, but for
-        those that had one in the last such step, too. found: the id() of each parameter with a gradient.
-        """
-        engines = list(self._engines.values())
-        stacks = ((id(one), len(one.arrivals.stacks)) for one in engines)
-        known = id(self._counts), self._with_gradients.sorts, *stacks
-        self._missed.know(known, lambda: map(self._slices_of, _stacks(engines)), self._counts)
-        return self._missed.look(found, tuple(one.arrivals.slices.freezes for one in engines))
-
-    def _slices_of(self, stack: Iterable[nn.Parameter]) -> list[Slice]:
-        """Return those of a stack's slices that are its own."""
-        return [
-            Slice(
-                one,
-                *place.engine.parameters.unit_of(one),
-                place.group,
-                place.position,
-                not self.steps_whole(one),
-            )
-            for one in stack
-            if (place := self.mine.get(id(one))) is not None
-        ]
-
-    def _note_missed(self, begin: Sequence[Slice], clip: float) -> None:
-        """Note a step for all slices with gradients of zeros, of which there are many: none is ever made."""
-        engines = self._engines.values()
-        if any(engine.arrivals.slices.any_attached for engine in engines):
-            for one in begin:
-                _check_unused(one.unit)
-        in_files = any(engine.checkpoint_store is not None for engine in engines)
-        for one in begin:
-            if id(one.parameter) not in self._begun or (in_files and one.unit.record.in_files is not None):
-                self.make_room(self.mine[id(one.parameter)].engine, one.parameter)
-            one.unit.values_changed()
-        missing = self._missed.note(MissedStep(clip, self.seed), self._options_of)
-        self._decided.leave(one.unit for one in missing if one.unit.owes_all)
-
-    def _options_of(self, parameter: nn.Parameter) -> tuple[Recipe, dict[str, Any]]:
-        return self.recipe_of(parameter), self.param_groups[self.mine[id(parameter)].group]
 
     def _warn_of_overflow(self, gradients: list[Gradient]) -> None:
         """Warn, once, if fp16 gradients come without loss scaling, which checks them for overflows."""
@@ -393,11 +366,10 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
         self.grad_norm = float(norm)
         return np.float32(np.minimum(np.float32(1), np.float32(self.max_norm) / (norm + np.float32(1e-6))))
 
-    def _flush_earlier(self, gradients: list[Gradient], begin: Iterable[Slice]) -> None:
-        """Apply updates of earlier steps that are still pending; but see [Note: missed steps]. begin: slices
-        that begin to miss steps.
+    def _flush_earlier(self, busy: set[Unit], begin: Iterable[Slice]) -> None:
+        """Apply updates of earlier steps that are still pending; but see [Note: missed steps]. busy: units of
+        which others are decided. begin: slices that begin to miss steps.
         """
-        busy = (gradient.unit for gradient in gradients if gradient.form is not Form.ZERO)
         beginning = (one.unit for one in begin)
         for unit in self._decided.that_cannot_wait(busy, beginning, self._missed.due()):
             self._engine(unit).residency.flush(unit)
@@ -407,7 +379,7 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
     ) -> None:
         """Add one parameter's update to those that are pending for its unit."""
         unit, place = gradient.unit, self.mine[id(parameter)]
-        _check_unused(unit)
+        check_unused(unit)
         self.make_room(place.engine, parameter)
         before = unit.pending.get(gradient.index)
         recipe = self.recipe_of(parameter)
@@ -564,10 +536,6 @@ class OffloadedOptimizer(ShowingState, TakingTurns, Tracking, Optimizer):  # typ
                 engine.parameters.write(parameter, {field: state[key] for field, key in fields.items()})
 
 
-def _stacks(engines: Iterable[Engine]) -> Iterable[Sequence[nn.Parameter]]:
-    return (stack for engine in engines for stack in engine.arrivals.stacks)
-
-
 def _in_pieces(group: dict[str, Any]) -> dict[str, Any]:
     """Return a param group with their slices, or tiles, in the place of weights that exist in these alone."""
     given = group["params"]
@@ -583,11 +551,3 @@ def _in_pieces(group: dict[str, Any]) -> dict[str, Any]:
         else:
             params.append(one)
     return {**group, "params": params}
-
-
-def _check_unused(unit: Unit) -> None:
-    """Raises: UnsupportedError for a unit that is in use."""
-    if unit.residence.users:
-        raise UnsupportedError(
-            f"{unit.name}: step() inside a forward or `with infinity.gathered(...)`: call it afterwards"
-        )

@@ -32,7 +32,8 @@ class DecidedUpdates:
 
     def add(self, unit: Unit, update: Update) -> None:
         """Note an update that was decided, and put with its unit."""
-        misses = _misses(update)
+        waits = update.field is not None and not (update.missed or update.after)  # of slices, thousands
+        misses = 0.0 if waits and update.may_miss else _misses(update)
         if misses > self._units.get(unit, -1.0):
             self._units[unit] = misses
 
@@ -48,20 +49,17 @@ class DecidedUpdates:
         orthogonalize. busy: units for which it decides others. begin: those of slices that begin to miss
         steps. overdue: those of slices that may miss no further one.
         """
-        decided, self._units = self._units, {}
-        anew = set(busy)
-        looked_at = {*anew, *overdue, *(unit for unit in begin if unit not in decided)}
-        for unit, misses in decided.items():
-            if misses:
-                looked_at.add(unit)
-            elif unit not in looked_at:
-                self._units[unit] = misses
+        decided, anew = self._units, set(busy)
+        looked_at = {*overdue, *(set(begin) - decided.keys())}
+        looked_at |= {unit for unit, misses in decided.items() if misses}
+        looked_at -= anew
+        self._units = {unit: 0.0 for unit in decided if unit not in looked_at and unit not in anew}
         known: dict[int, tuple[Update, float]] = {}  # many slices share an update, which is kept alive
-        found = []
+        found = [unit for unit in anew if unit.pending]
         for unit in looked_at:
             if not unit.pending:
                 continue
-            if unit in anew or _most(unit.pending.values(), known) >= most_misses(unit):
+            if _most(unit.pending.values(), known) >= most_misses(unit):
                 found.append(unit)
             elif unit in decided:
                 self._units[unit] = decided[unit]

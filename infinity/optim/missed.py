@@ -16,14 +16,17 @@ base. Steps that nobody still has to be told of are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from infinity import kernels
+from infinity.planning.densest import Integers
 from infinity.records.update_rules import Recipe
 from infinity.records.updates import PendingUpdates, Update
 from infinity.units.unit import Unit
@@ -32,6 +35,9 @@ MISSED_LIMIT = 100
 """Steps with gradients of zeros that may wait for a pass over the record: see [Note: missed steps] in base.
 """
 
+_LEVEL, _NEVER = -1, -1
+_Missed = tuple[tuple[Any, int], ...]
+"""Scalars and keys of steps."""
 _trained: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 
 
@@ -54,6 +60,8 @@ class Slice(NamedTuple):
     """Of its optimizer: the param group, and the place in the order of all parameters."""
     may_wait: bool
     """Whether steps that it misses may wait and be made together: see Update.may_miss."""
+    known_as: tuple[int, int]
+    """What watches slices, of those that the optimizer has, and its number there."""
 
 
 class MissedStep:
@@ -106,79 +114,79 @@ class Stack:
         number, its place among `slices`.
         """
         self._slices, self._counts = list(slices), counts
+        # What many slices are asked for in each step, apart: fewer caches are missed.
         self._parameters = [one.parameter for one in slices]
-        self._ids = list(map(id, self._parameters))
-        self._numbers = {one: number for number, one in enumerate(self._ids)}
-        self._limits = [most_misses(one.unit) for one in slices]
+        self._units = [one.unit for one in slices]
+        self._at = [one.at for one in slices]
+        self._group_of = [one.group for one in slices]
+        self._limits = np.array([most_misses(one.unit) if one.may_wait else 1 for one in slices], np.int64)
         self._alone = all(len(one.unit.parameters) == 1 for one in slices)
         """Whether no slice shares its unit with other parameters, which may miss steps, too."""
         self._all_here = not any(one.unit.record.is_elsewhere for one in slices)
         self._all_exact = all(one.unit.record.schema.is_exact for one in slices)
         """Whether the state of none is rounded at random."""
-        self._groups = {one.group: one.parameter for one in reversed(slices)}
+        self._groups = {one.group: number for number, one in reversed(list(enumerate(slices)))}
+        """One slice of each group."""
         self._steps: list[MissedStep] = []
-        self._dropped = 0
-        """Steps before the first of these."""
+        self._dropped = self._now = 0
+        """Steps before the first of these, and all so far."""
         self._all_train = False
         """Whether none was frozen when `tell_frozen` looked."""
-        self._level = dict.fromkeys(range(len(self._slices)))
-        self._told: list[int] = []
-        """Those that have become level since `level` was called."""
-        self._since: dict[int, int] = {}
-        """The steps before the first that a slice has missed and not been told, by its number."""
-        self._due: dict[int, list[tuple[int, int]]] = {}
-        """Slices that are told then at the latest, by the number of steps; each with its `_since`."""
-        self._shared: dict[tuple[int, int, int, int], tuple[Update | None, Update]] = {}
+        self._since = np.full(len(slices), _LEVEL, np.int64)
+        """The steps before the first that a slice has missed and not been told."""
+        self._since_of = self._since.data
+        """The same: one number is read in a third of the time."""
+        self._due_at = np.full(len(slices), _NEVER, np.int64)
+        """The steps at which it is told at the latest; once it was told, of the last time."""
+        self._any_told = False
+        """Whether any slice was told since `level` was called."""
+        self._same: dict[tuple[int, int, int], tuple[_Missed, Update]] = {}
+        """See `_told_alike`."""
+        self._runs: dict[tuple[int, int], tuple[int, list[tuple[Any, int]]]] = {}
+        """See `_run_of`."""
+        self._shared: dict[tuple[int, int, int, int], tuple[Update, Update]] = {}
         """Updates of slices with the same past, by id() of what was pending, which is kept alive."""
-        self._scalars: dict[tuple[int, int, int], list[tuple[Any, int]]] = {}
-        """See `_steps_of`."""
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter(self._parameters)
-
-    @property
-    def _now(self) -> int:
-        return self._dropped + len(self._steps)
 
     def tell_frozen(self) -> None:
         """Have slices be level that are trained no more: they miss nothing while they are frozen."""
         with torch._C.DisableTorchFunctionSubclass():  # whether it is trained is no value: no guard is asked
             self._all_train = all(map(_trained, self._parameters))
-            for number, one in () if self._all_train else enumerate(self._slices):
-                if number in self._since and not one.parameter.requires_grad:
-                    one.unit.pending  # noqa: B018 - tells it
+            for number in () if self._all_train else np.flatnonzero(self._since >= 0).tolist():
+                if not self._parameters[number].requires_grad:
+                    self._units[number].pending  # noqa: B018 - tells it
 
-    def level(self, found: Container[int]) -> list[int]:
-        """Return the numbers of the trained slices that are level and have no gradient in a step. found: the
-        id() of each parameter that has one.
+    def level(self, having: Integers) -> Integers:
+        """Return the numbers of the trained slices that are level and have no gradient in a step. having: of
+        those that have one.
         """
-        self._told.clear()
-        return self._begin_of(self._level, found)
-
-    def told(self, found: Container[int]) -> list[int]:
-        """Return those that are so since `level`, or this, was called."""
-        told, self._told = self._told, []
-        return self._begin_of(told, found)
-
-    def _begin_of(self, numbers: Iterable[int], found: Container[int]) -> list[int]:
-        ids, parameters = self._ids, self._parameters
-        level = [number for number in numbers if ids[number] not in found]
+        self._any_told = False
+        level = self._since < 0
+        level[having] = False
+        numbers = level.nonzero()[0]
         if self._all_train:  # each look at one of many, which the CPU has not in its caches, would cost
-            return level
+            return numbers
         with torch._C.DisableTorchFunctionSubclass():
-            return [number for number in level if parameters[number].requires_grad]
+            parameters = self._parameters
+            trained = [number for number in numbers.tolist() if parameters[number].requires_grad]
+        return np.array(trained, np.int64)
 
-    def slices(self, numbers: Iterable[int]) -> Iterable[Slice]:
+    def level_now(self, having: Integers, before: Integers) -> Integers:
+        """Return the same again. before: what it was."""
+        return self.level(having) if self._any_told else before
+
+    def slices(self, numbers: Integers) -> Iterable[Slice]:
         """Return slices by their numbers."""
-        return map(self._slices.__getitem__, numbers)
+        return map(self._slices.__getitem__, numbers.tolist())
 
-    def due(self) -> Iterator[Unit]:
-        """Yield the units of slices that have missed as many steps as they may; also where they were told of
+    def for_the_first_time(self, numbers: Integers) -> Iterable[Slice]:
+        """Return those of these slices that have never begun to miss steps."""
+        return self.slices(numbers[self._due_at[numbers] < 0])
+
+    def due(self) -> list[Unit]:
+        """Return the units of slices that have missed as many steps as they may; also where they were told of
         the last one since: which slices those are must not depend on who looked, as ranks flush together.
         """
-        for number, since in self._due.get(self._now, ()):
-            if self._since.get(number, since) == since:
-                yield self._slices[number].unit
+        return [self._units[number] for number in (self._due_at == self._now).nonzero()[0].tolist()]
 
     def keep_options(
         self, step: MissedStep, options_of: Callable[[nn.Parameter], tuple[Recipe, Mapping[str, Any]]]
@@ -187,102 +195,132 @@ class Stack:
 
         Raises: ValueError for options out of range.
         """
-        for group, parameter in self._groups.items():
+        for group, number in self._groups.items():
             if step.has(group):
                 continue
+            parameter, since = self._parameters[number], self._since_of[number]
             count = self._counts.get(parameter, {}).get("step", 0)
-            since = self._since.get(self._numbers[id(parameter)], self._now)
             recipe, options = options_of(parameter)
-            step.keep(group, recipe, options, count + 1 + self._now - since)
+            step.keep(group, recipe, options, count + 1 + (0 if since < 0 else self._now - since))
 
-    def tell_beside(self, numbers: Iterable[int]) -> None:
+    def tell_beside(self, numbers: Integers) -> None:
         """Have other slices of the units of these slices be level, too, which then begin to miss steps with
         them.
         """
         for one in () if self._alone else self.slices(numbers):
             one.unit.pending  # noqa: B018 - tells them
 
-    def begin(self, numbers: Iterable[int]) -> None:
+    def begin(self, numbers: Integers) -> None:
         """Have level slices miss all steps from the next one noted on."""
-        now, due, since, level = self._now, self._due, self._since, self._level
-        for number in numbers:
-            one, more = self._slices[number], self._limits[number]
-            before = one.unit.owe(one.at, self)
-            if before is not None or not one.may_wait:
-                waits = 0.0 if before is None else before.misses
-                more = int(more - waits) if one.may_wait and waits < more else 1
-            due.setdefault(now + more, []).append((number, now))
-            since[number] = now  # no call in between: a Ctrl-C finds both, or neither
-            del level[number]
+        units, at, late = self._units, self._at, []
+        for number in numbers.tolist():
+            before = units[number].owe(at[number], self, number)
+            if before is not None and (before.field is None or before.missed or before.after):
+                late.append((number, before.misses))
+        self._due_at[numbers] = self._limits[numbers] + self._now
+        for number, waits in late:
+            limit = int(self._limits[number])
+            self._due_at[number] = self._now + (limit - int(waits) if waits < limit else 1)
+        self._since[numbers] = self._now  # last: after a Ctrl-C before, they are level, and owe nothing
+
+    def that_owe_all(self, numbers: Integers) -> list[Unit]:
+        """Return the units of these slices of which all that is pending is known to stacks."""
+        units = [self._units[number] for number in numbers.tolist()]
+        return units if self._alone else [unit for unit in units if unit.owes_all]
 
     def note(self, step: MissedStep) -> None:
         """Note a step for all slices that are not level."""
+        self._same.clear()
         self._shared.clear()
-        self._scalars.clear()
-        late = [one for one in self._due.pop(self._now, ()) if self._since.get(one[0]) == one[1]]
-        if late:  # an error, or a Ctrl-C, has kept them from being told
-            self._due.setdefault(self._now + 1, []).extend(late)
+        late = (self._due_at == self._now).nonzero()[0]
+        if len(late):  # an error, or a Ctrl-C, has kept some from being told
+            self._due_at[late[self._since[late] >= 0]] = self._now + 1
         self._steps.append(step)
+        self._now += 1
         if len(self._steps) > 2 * MISSED_LIMIT:
-            told = min(self._since.values(), default=self._now) - self._dropped
+            owed = self._since[self._since >= 0]
+            told = (int(owed.min()) if len(owed) else self._now) - self._dropped
             del self._steps[:told]
             self._dropped += told
+            self._runs = {
+                past: (max(start, self._dropped), run[max(0, self._dropped - start) :])
+                for past, (start, run) in self._runs.items()
+                if start + len(run) > self._dropped
+            }
 
-    def tell(self, pending: PendingUpdates, parameter: nn.Parameter) -> None:
+    def tell(self, pending: PendingUpdates, index: int, number: int) -> None:
         """Add to what is pending for a slice's unit what it has missed: it is level then."""
-        number = self._numbers[id(parameter)]
-        since = self._since.get(number)
-        if since is None:
+        since = self._since_of[number]
+        if since < 0:
             return
-        one, steps = self._slices[number], self._now - since
-        if steps:
+        if steps := self._now - since:
+            parameter = self._parameters[number]
             count = self._counts.get(parameter)
             if count is None:
                 count = self._counts[parameter] = {}
             begun = count.get("step", 0)
-            decides = self._all_here or not one.unit.record.is_elsewhere  # else ranks that have it update it
-            missed = self._missed(one, pending.get(one.at), since, begun) if decides else None
+            missed = None
+            if self._all_here or not self._units[number].record.is_elsewhere:  # else its ranks update it
+                missed = self._missed(number, pending.get(index), since, begun)
             count["step"] = begun + steps  # no call from here on: a Ctrl-C finds all of it, or nothing
             if missed is not None:
-                pending[one.at] = missed
-        self._level[number] = None
-        self._told.append(number)
-        del self._since[number]
+                pending[index] = missed
+        self._since_of[number] = _LEVEL
+        self._any_told = True
 
-    def _missed(self, one: Slice, before: Update | None, since: int, begun: int) -> Update:
+    def _missed(self, number: int, before: Update | None, since: int, begun: int) -> Update:
         """Return what is pending for a slice with all that it missed since, before which it had `begun`."""
-        group, rounds = one.group, not (self._all_exact or one.unit.record.schema.is_exact)
-        past = (id(before), since, group, begun)
-        if not rounds and (shared := self._shared.get(past)) is not None:
-            return shared[1]
-        missed = self._steps_of(one, since, begun, rounds=rounds)
+        past = since, self._group_of[number], begun
+        if not (self._all_exact or self._units[number].record.schema.is_exact):
+            steps = self._steps_of(number, since, begun)
+            if before is None:
+                return Update.of_zeros(steps, self._steps[since - self._dropped].recipe(past[1]))
+            return before.then_missed(steps)
+        steps, of_zeros = self._same.get(past) or self._told_alike(past)
         if before is None:
-            after = Update.of_zeros(missed, self._steps[since - self._dropped].recipe(group))
-        else:
-            after = before.then_missed(missed)
-        if not rounds and (before is None or not before.has_gradient):
-            self._shared[past] = before, after
-        return after
+            return of_zeros
+        if before.tensor is not None or before.field is not None:
+            return before.then_missed(steps)
+        shared = self._shared.get((id(before), *past))
+        if shared is None:
+            shared = self._shared[(id(before), *past)] = before, before.then_missed(steps)
+        return shared[1]
 
-    def _steps_of(self, one: Slice, since: int, begun: int, *, rounds: bool) -> list[tuple[Any, int]]:
-        """Return the scalars and keys of the steps that a slice missed since: the same as of many others,
-        unless its state is rounded.
+    def _told_alike(self, past: tuple[int, int, int]) -> tuple[_Missed, Update]:
+        """Return the steps that slices missed since, of a group, before which they had begun as many: the
+        same for all whose state is not rounded; and an update of nothing else.
         """
-        past = since, one.group, begun
-        if not rounds and (known := self._scalars.get(past)) is not None:
-            return known
-        missed = []
-        for count, step in enumerate(self._steps[since - self._dropped :], begun + 1):
-            key = kernels.state_key(step.seed, one.position, count) if rounds else 0
-            missed.append((step.scalars(one.group, count), key))
-        if not rounds:
-            self._scalars[past] = missed
-        return missed
+        since, group, begun = past
+        steps = tuple(self._run_of(since, group, begun - since))
+        of_zeros = Update.of_zeros(steps, self._steps[since - self._dropped].recipe(group))
+        self._same[past] = steps, of_zeros
+        return steps, of_zeros
+
+    def _run_of(self, since: int, group: int, ahead: int) -> list[tuple[Any, int]]:
+        """Return the scalars and keys of the steps since then, of slices of a group whose own steps are so
+        many `ahead` of the stack's. Nearly all slices are the same ahead, whenever they were used last, so
+        that each step adds one to what is known of them all.
+        """
+        start, run = self._runs.get((group, ahead), (since, []))
+        if since < start:
+            start, run = since, []
+        for number in range(start + len(run), self._now):
+            run.append((self._steps[number - self._dropped].scalars(group, ahead + number + 1), 0))
+        self._runs[group, ahead] = start, run
+        return run[since - start :]
+
+    def _steps_of(self, number: int, since: int, begun: int) -> _Missed:
+        """Return the scalars and keys of the steps that a slice missed since."""
+        one = self._slices[number]
+        return tuple(
+            (step.scalars(one.group, count), kernels.state_key(step.seed, one.position, count))
+            for count, step in enumerate(self._steps[since - self._dropped :], begun + 1)
+        )
 
     def tell_all(self) -> None:
         """Have all slices be level."""
-        for number in list(self._since):
-            self._slices[number].unit.pending  # noqa: B018 - tells it
+        for number in np.flatnonzero(self._since >= 0).tolist():
+            self._units[number].pending  # noqa: B018 - tells it
 
 
 class MissedSteps:
@@ -291,12 +329,11 @@ class MissedSteps:
     def __init__(self) -> None:
         """There are none yet."""
         self._stacks: list[Stack] = []
-        self._of: dict[int, Stack] = {}
+        self._places: list[tuple[Integers, Integers]] = []
+        """Of each watch the stack of each slice, by its number there, and its number in the stack."""
         self._known: Hashable = None
-        self._in_use: list[Stack] = []
-        self._begin: list[tuple[Stack, list[int]]] = []
-        """Of each stack in use the numbers of the slices that begin to miss steps."""
-        self._found: Collection[int] = ()
+        self._in_use: list[tuple[Stack, Integers, Integers]] = []
+        """Stacks with the slices that have gradients in a step, and with those that begin to miss steps."""
         self._all_told = True
         self._frozen_as_of: dict[Stack, Hashable] = {}
 
@@ -310,13 +347,21 @@ class MissedSteps:
         if known == self._known:
             return
         self.tell_all()
-        self._known, self._of, self._stacks, self._frozen_as_of = known, {}, [], {}
+        self._known, self._stacks, self._frozen_as_of = known, [], {}
+        places: dict[tuple[int, int], tuple[int, int]] = {}
         for slices in stacks():
-            new = [one for one in slices if id(one.parameter) not in self._of]
+            new = [one for one in slices if one.known_as not in places]
             if new:
-                stack = Stack(new, counts)
-                self._stacks.append(stack)
-                self._of.update((id(one), stack) for one in stack)
+                stack = len(self._stacks)
+                self._stacks.append(Stack(new, counts))
+                places.update((one.known_as, (stack, number)) for number, one in enumerate(new))
+        most: dict[int, int] = {}
+        for watch, number in places:
+            most[watch] = max(number, most.get(watch, 0))
+        self._places = [_columns(most.get(watch, -1) + 1) for watch in range(1 + max(most, default=-1))]
+        for (watch, number), (stack, in_stack) in places.items():
+            of_stack, at = self._places[watch]
+            of_stack[number], at[number] = stack, in_stack
 
     def tell_all(self) -> None:
         """Tell all slices what they have missed; often called where there is nothing to tell."""
@@ -325,45 +370,61 @@ class MissedSteps:
                 stack.tell_all()
             self._all_told = True
 
-    def look(self, found: Collection[int], freezes: Hashable) -> list[Slice]:
-        """Return the slices that begin to miss steps, in a step that gives these parameters, by id(),
-        gradients. freezes: another one where any slice may have been frozen since the last time.
+    def look(self, found: Sequence[Integers], freezes: Hashable) -> list[Slice]:
+        """Return the slices that begin to miss steps, in a step that gives others gradients. found: the
+        numbers of these, of each watch. freezes: another one where any slice may have been frozen since the
+        last time.
         """
-        hit = {self._of.get(one) for one in found}
-        self._found, self._in_use = found, [one for one in self._stacks if one in hit]
-        for stack in self._in_use:
+        hit = self._by_stack(found)
+        for stack in hit:
             if self._frozen_as_of.get(stack) != freezes:
                 stack.tell_frozen()
                 self._frozen_as_of[stack] = freezes
-        self._begin = [(stack, stack.level(found)) for stack in self._in_use]
-        return _slices(self._begin)
+        self._in_use = [(stack, having, stack.level(having)) for stack, having in hit.items()]
+        return [one for stack, _, begin in self._in_use for one in stack.slices(begin)]
 
-    def due(self) -> Iterator[Unit]:
-        """Yield the units that are not to miss a further step."""
-        for stack in self._stacks:
-            yield from stack.due()
+    def _by_stack(self, found: Sequence[Integers]) -> dict[Stack, Integers]:
+        """Return what of each stack was found, in the order of stacks."""
+        parts: dict[int, Integers] = {}
+        for numbers, (of_stack, at) in zip(found, self._places, strict=False):
+            stacks = of_stack[numbers]
+            order = np.argsort(stacks, kind="stable")
+            stacks, in_stack = stacks[order], at[numbers[order]]
+            begins = [0, *(np.flatnonzero(stacks[1:] != stacks[:-1]) + 1).tolist(), len(stacks)]
+            for begin, end in pairwise(begins):
+                if begin < end:
+                    parts[int(stacks[begin])] = in_stack[begin:end]
+        return {self._stacks[stack]: parts[stack] for stack in sorted(parts)}
+
+    def for_the_first_time(self) -> list[Slice]:
+        """Return those that begin to miss steps and have never done so, after `look`."""
+        return [one for stack, _, begin in self._in_use for one in stack.for_the_first_time(begin)]
+
+    def due(self) -> list[Unit]:
+        """Return the units that are not to miss a further step."""
+        return [unit for stack in self._stacks for unit in stack.due()]
 
     def note(
         self, step: MissedStep, options_of: Callable[[nn.Parameter], tuple[Recipe, Mapping[str, Any]]]
-    ) -> list[Slice]:
-        """Note a step, after `look`; return the slices that begin to miss steps, also those that were told
-        since then. options_of: see Stack.
+    ) -> list[Unit]:
+        """Note a step, after `look`; return the units of slices that begin to miss steps, also of those that
+        were told since then, where stacks know all that is pending for them. options_of: see Stack.
 
         Raises: ValueError for options out of range.
         """
-        for stack in self._in_use:
+        for stack, _, _ in self._in_use:
             stack.keep_options(step, options_of)
-        for stack, numbers in self._begin:
+        for stack, _, numbers in self._in_use:
             stack.tell_beside(numbers)
-        begin = [*self._begin, *((stack, stack.told(self._found)) for stack in self._in_use)]
+        begin = [(stack, stack.level_now(having, numbers)) for stack, having, numbers in self._in_use]
         self._all_told = False
         for stack, numbers in begin:
             stack.begin(numbers)
-        for stack in self._in_use:
+        for stack, _ in begin:
             stack.note(step)
-        self._found, self._in_use, self._begin = (), [], []
-        return _slices(begin)
+        self._in_use = []
+        return [unit for stack, numbers in begin for unit in stack.that_owe_all(numbers)]
 
 
-def _slices(numbers: Iterable[tuple[Stack, Iterable[int]]]) -> list[Slice]:
-    return [one for stack, some in numbers for one in stack.slices(some)]
+def _columns(count: int) -> tuple[Integers, Integers]:
+    return np.zeros(count, np.int64), np.zeros(count, np.int64)

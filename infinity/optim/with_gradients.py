@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import attrgetter, itemgetter
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from infinity.autograd.slice_watch import SliceWatch
+from infinity.planning.densest import Integers
 
 _grad: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 
@@ -31,13 +33,15 @@ class WithGradients:
         """Know no groups."""
         self.sorts = 0
         """How often parameters were sorted, since groups or slices were others than before."""
+        self.slices: list[Integers] = []
+        """Of each watch the numbers of the slices that `as_sorted` has found."""
         self._lists: list[tuple[list[nn.Parameter], list[nn.Parameter]]] = []
         """The list of each group, and what was in it."""
         self._watched: list[tuple[SliceWatch, int]] = []
         self._others: list[tuple[list[int], list[nn.Parameter]]] = []
         """Of each group what is no slice, after its place in the order of all parameters."""
-        self._slices: dict[int, tuple[int, int]] = {}
-        """Place and group of each slice, by its id()."""
+        self._places: list[tuple[Integers, Integers]] = []
+        """Of each watch the place, and the group, of each slice by its number; -1 where it is no member."""
 
     def of(
         self, groups: Sequence[dict[str, Any]], watches: Sequence[SliceWatch]
@@ -47,44 +51,69 @@ class WithGradients:
         return self.as_sorted(groups, watches)
 
     def as_sorted(
-        self, groups: Sequence[dict[str, Any]], watches: Sequence[SliceWatch]
+        self, groups: Sequence[dict[str, Any]], watches: Sequence[SliceWatch], *, asks: bool = True
     ) -> list[tuple[dict[str, Any], nn.Parameter]]:
-        """Do so right after `sort`, which compares all parameters with those that it knows."""
-        having: list[tuple[int, int, nn.Parameter]] = []
+        """Do so right after `sort`, which compares all parameters with those that it knows. asks: each slice;
+        else some have no gradient, where the user has dropped it, and who is given them asks.
+        """
+        having: list[nn.Parameter] = []
+        places: list[int] = []
+        of_group: list[int] = []
         with torch._C.DisableTorchFunctionSubclass():  # a gradient is no value: no guard need be asked
-            for number, (places, others) in enumerate(self._others):
-                each = zip(places, others, map(_grad, others), strict=True)
-                having += [(place, number, one) for place, one, grad in each if grad is not None]
-        places_of = self._slices.get
-        for watch in watches:
-            slices = watch.with_gradients()
-            having += [(*found, one) for one in slices if (found := places_of(id(one))) is not None]
-        having.sort(key=itemgetter(0))
-        return [(groups[number], one) for _, number, one in having]
+            for number, (places_of, others) in enumerate(self._others):
+                found = [at for at, grad in enumerate(map(_grad, others)) if grad is not None]
+                having += [others[at] for at in found]
+                places += [places_of[at] for at in found]
+                of_group += [number] * len(found)
+        self.slices = []
+        for watch, (place_of, group_of) in zip(watches, self._places, strict=True):
+            numbers = watch.with_gradients() if asks else watch.may_have()
+            numbers = numbers[place_of[numbers] >= 0]
+            self.slices.append(numbers)
+            having += watch.slices(numbers.tolist())
+            places += place_of[numbers].tolist()
+            of_group += group_of[numbers].tolist()
+        order = np.argsort(np.array(places, np.int64)).tolist()
+        return [(groups[of_group[at]], having[at]) for at in order]
 
-    def in_no_order(
+    def that_may_have(
         self, groups: Sequence[dict[str, Any]], watches: Sequence[SliceWatch]
     ) -> list[nn.Parameter]:
-        """Return the parameters that have a gradient."""
+        """Return parameters that may have a gradient, in no order: no other has one."""
         self.sort(groups, watches)
-        with torch._C.DisableTorchFunctionSubclass():  # as above
-            having = [one for _, others in self._others for one in others if one.grad is not None]
-        slices = [one for watch in watches for one in watch.with_gradients()]
-        return having + [one for one in slices if id(one) in self._slices]
+        may_have = [one for _, others in self._others for one in others]
+        for watch, numbers in self._own(watches):
+            may_have += watch.slices(numbers.tolist())
+        return may_have
+
+    def dropped(self, watches: Sequence[SliceWatch]) -> None:
+        """The gradients of all these were dropped."""
+        for watch, numbers in self._own(watches):
+            watch.dropped(numbers)
+
+    def _own(self, watches: Sequence[SliceWatch]) -> Iterator[tuple[SliceWatch, Integers]]:
+        """Yield the watches with the numbers of those members that may have a gradient."""
+        for watch, (place_of, _) in zip(watches, self._places, strict=True):
+            numbers = watch.may_have()
+            yield watch, numbers[place_of[numbers] >= 0]
 
     def sort(self, groups: Sequence[dict[str, Any]], watches: Sequence[SliceWatch]) -> None:
         """Tell slices from the others, and know where each is, where anything of that has changed."""
         lists = [group["params"] for group in groups]
         if self._watched == [(one, len(one)) for one in watches] and self._are(lists):
             return
-        self._others, self._slices, place = [], {}, 0
+        self._others, place = [], 0
+        self._places = [(np.full(len(one), -1), np.full(len(one), -1)) for one in watches]
         for number, one_list in enumerate(lists):
             places: list[int] = []
             others: list[nn.Parameter] = []
             for one in one_list:
-                if any(one in watch for watch in watches):
-                    self._slices[id(one)] = place, number
-                else:
+                found = [at for at, watch in enumerate(watches) if one in watch]
+                for at in found:
+                    place_of, group_of = self._places[at]
+                    in_watch = watches[at].number(one)
+                    place_of[in_watch], group_of[in_watch] = place, number
+                if not found:
                     places.append(place)
                     others.append(one)
                 place += 1

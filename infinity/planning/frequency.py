@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,6 +110,10 @@ class Frequencies:
         """Count the update of this step."""
         self._updated.append(unit)
 
+    def were_updated(self, units: Iterable[int]) -> None:
+        """Count those of many units."""
+        self._updated += units
+
     def close_step(self) -> None:
         """Fold what this step counted into what is expected."""
         used = _counted(self._used)
@@ -182,6 +186,7 @@ class _Average:
         self.decay = 0.5 ** (1 / half_life_steps)
         self.sum = np.zeros(count)
         self.weight = np.zeros(1)
+        """Of all units together, while it is that of each: each pass over so many numbers takes time."""
 
     def close_step(self, counted: Counted) -> None:
         units, counts = counted
@@ -195,6 +200,17 @@ class _Average:
         average: NDArray[np.float64] = self.sum / np.maximum(self.weight, 1.0)
         return average
 
+    def of(self, unit: int) -> float:
+        weight = self.weight[unit if len(self.weight) > 1 else 0]
+        return float(self.sum[unit] / weight)
+
+    def become(self, other: _Average, units: NDArray[np.bool_]) -> None:
+        """Be another one for these units, which is of one weight."""
+        if len(self.weight) == 1:
+            self.weight = np.full(len(self.sum), self.weight[0])
+        self.sum[units] = other.sum[units]
+        self.weight[units] = other.weight
+
 
 class _Followed:
     """An average, and beside it that of the last few steps: see [Note: another pattern]."""
@@ -206,7 +222,6 @@ class _Followed:
         self._usual, self._spread = _USUAL, _SPREAD
         self._lately: deque[float] = deque()
         """How far apart the averages were in the last steps, of which nothing is learnt yet."""
-        self._all.weight = np.zeros(count)  # of each unit
 
     @property
     def steps(self) -> int:
@@ -217,7 +232,7 @@ class _Followed:
             average.close_step(now)
 
     def of(self, index: int) -> float:
-        return float(self._all.sum[index] / self._all.weight[index]) if self.steps else 0.0
+        return self._all.of(index) if self.steps else 0.0
 
     def of_all(self) -> NDArray[np.float64]:
         return self._all.all()
@@ -258,5 +273,4 @@ class _Followed:
 
     def forget(self, units: NDArray[np.bool_]) -> None:
         """Expect of these units what was counted of late."""
-        self._all.sum[units] = self._recent.sum[units]
-        self._all.weight[units] = self._recent.weight
+        self._all.become(self._recent, units)

@@ -32,6 +32,8 @@ class AllFields:
         """Of each row."""
         self.nbytes: Integers = np.zeros(0, np.int64)
         """Of each row, as `look` found them."""
+        self.unit_nbytes: Integers = self.nbytes
+        """Of each unit."""
         self._row: dict[Key, int] = {}
         self._unit = self._field = self.nbytes
         self._is_hi = self._derived = np.zeros(0, np.bool_)
@@ -52,6 +54,7 @@ class AllFields:
                 continue
             for name in before:  # it came from a checkpoint
                 self.nbytes[self._row[unit.index, name]] = unit.record.field_nbytes(name)
+            self.unit_nbytes[unit.index] = sum(map(unit.record.field_nbytes, before))
 
     def _read(self) -> None:
         self._changed.clear()  # first: others may come meanwhile
@@ -61,6 +64,8 @@ class AllFields:
         self._row = {key: row for row, key in enumerate(self.keys)}
         self.nbytes = np.array([unit.record.field_nbytes(name) for unit, name in fields], np.int64)
         self._unit = np.array([unit.index for unit, _ in fields], np.int64)
+        self.unit_nbytes = np.zeros(len(self._units), np.int64)
+        np.add.at(self.unit_nbytes, self._unit, self.nbytes)
         self._field, names = numbered([name for _, name in fields])
         self._is_hi = np.array([name == "hi" for name in names], np.bool_)[self._field]
         self._derived = np.array([name in unit.record.schema.derived for unit, name in fields], np.bool_)

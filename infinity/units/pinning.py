@@ -153,24 +153,31 @@ class Pins:
         """
         if self._nvme is self._host or self._to_host:
             return
-        # What waits where it computes is not fetched.
-        idle = [one.index for one in units if one.residence.fetch is None]
         self._fields.look()
         if self._fields.any_packed:
-            idle = [one for one in idle if self._units[one].record.packed_nbytes is None]
-        numbers = np.array(idle, np.int64)
+            units = [one for one in units if one.record.packed_nbytes is None]
+        numbers = np.array([one.index for one in units], np.int64)
         self._slices[numbers] = True
         admission = self._admission_in_rounds if self._rounds else self._admission
         if admission is None or not (self._rounds or self._steps):
             return
-        for number in np.flatnonzero(admission.expects_more(numbers)).tolist():
-            self._admit(self._units[idle[number]], admission)
+        wanted = admission.expects_more(numbers)
+        wanted &= self._host_nbytes[numbers] < self._fields.unit_nbytes[numbers]  # else all of it is there
+        for number in wanted.nonzero()[0].tolist():
+            if units[number].residence.fetch is None:  # what waits where it computes is not fetched
+                self._admit(units[number], admission)
 
     def _admit(self, unit: Unit, admission: Admission) -> None:
         """Let a slice have free room that is expected to be used more than another that has some."""
         record = unit.record
         if record.all_in_host or not (self._rounds or record.in_files is None):
             return  # what is trained leaves its checkpoint's files
+        has_none = not self._host_nbytes[unit.index] and (unit.index, "hi") not in self._admitted
+        if has_none and self._tier is None and not self._rounds:  # as nearly all
+            nbytes = int(self._fields.unit_nbytes[unit.index])
+            if nbytes > self._free_nbytes():
+                admission.ask(nbytes)
+                return
         names = ("hi",) if self._rounds else record.fields
         keys = [(unit.index, name) for name in names if not record.in_host(name)]
         keys = [key for key in keys if key not in self._placement and key not in self._admitted]

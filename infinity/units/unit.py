@@ -51,7 +51,10 @@ _shares: Callable[[int], int] = torch._C._storage_Use_Count
 class AttachedWatch(Protocol):
     """What looks at parameters that may have been assigned to while they were attached."""
 
-    def attached(self, unit: Unit) -> None:
+    attached: set[Unit]
+    """Those that are attached now."""
+
+    def look(self, unit: Unit) -> None:
         """See slice_watch.SliceWatch."""
 
 
@@ -109,8 +112,12 @@ class Unit:
         applied).
         """
         self._pending = PendingUpdates()
-        self._owed: dict[int, MissedUpdates] = {}
+        self._owed: dict[int, tuple[MissedUpdates, int]] = {}
         self._watch: AttachedWatch | None = None
+        self.slice_numbers: tuple[int, ...] = ()
+        """Of each parameter that is a slice its number, by which `watch_by` has it known; -1 of the others.
+        Empty where none is.
+        """
 
     @property
     def pending(self) -> PendingUpdates:
@@ -122,16 +129,16 @@ class Unit:
             self._tell_missed()
         return self._pending
 
-    def owe(self, index: int, missed: MissedUpdates) -> Update | None:
-        """Have `missed` asked, when somebody looks at what is pending next; return what is pending for the
-        parameter now.
+    def owe(self, index: int, missed: MissedUpdates, number: int) -> Update | None:
+        """Have `missed` asked for a parameter, which it knows by `number`, when somebody looks at what is
+        pending next; return what is pending for the parameter now.
         """
-        self._owed[index] = missed
+        self._owed[index] = missed, number
         return self._pending.get(index)
 
     def _tell_missed(self) -> None:
-        for index, missed in list(self._owed.items()):
-            missed.tell(self._pending, self.parameters[index])
+        for index, (missed, number) in tuple(self._owed.items()):
+            missed.tell(self._pending, index, number)
             self._owed.pop(index, None)  # last: a Ctrl-C may come before, and what is told is told once
 
     @property
@@ -195,11 +202,15 @@ class Unit:
             release(parameter, stand_in)
             set_changes(parameter, self.changes)
 
-    def watch_by(self, watch: AttachedWatch) -> None:
-        """Tell `watch` each time that the parameters are attached."""
-        self._watch = watch
+    def watch_by(self, watch: AttachedWatch, index: int, number: int) -> None:
+        """Have `watch` look at what is assigned while the parameters are attached. number: by which it knows
+        the slice at `index`.
+        """
+        numbers = list(self.slice_numbers or (-1,) * len(self.parameters))
+        numbers[index] = number
+        self.slice_numbers, self._watch = tuple(numbers), watch
         if self.attached:
-            watch.attached(self)
+            watch.attached.add(self)
 
     def live_in(self, blocks: Blocks) -> None:
         """Become resident in other blocks than it was opened with, before it has been."""
@@ -354,7 +365,7 @@ class Unit:
             _set_data(parameter, values)
         self.changes.begin(self._views)
         if self._watch is not None:
-            self._watch.attached(self)  # first: after an interrupt it knows
+            self._watch.attached.add(self)  # first: after an interrupt it knows
         self.attached, self.aside = True, aside
 
     def guard(self) -> None:
@@ -388,6 +399,12 @@ class Unit:
         """Put the guard on the parameters; the storage stays as it is."""
         saved = self.saved()
         self.attached = self.aside = False  # first: after an interrupt here all of them are attached again
+        if self._watch is not None:
+            self._watch.attached.discard(self)
+            for parameter in self.parameters:  # torch answers for them: later each would be a cache missed
+                if parameter.grad is not None or not parameter.requires_grad:
+                    self._watch.look(self)
+                    break
         self.changes.end()
         if self.distributed:
             become_all(self.parameters, "released", self._opened.placeholders)

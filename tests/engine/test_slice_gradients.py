@@ -119,10 +119,10 @@ def test_a_stack_that_is_frozen_for_some_steps_misses_none_of_these(pairs, chang
 def test_a_step_asks_the_slices_alone_that_a_backward_came_to(pairs):
     ours, optimizer = pairs[1]
     watch = engine_of_model(ours).arrivals.slices
-    assert watch.with_gradients() == []
+    assert watch.with_gradients().tolist() == []
     for number in range(3):
         ours(torch.tensor([3, 100 * number + 90])).backward()
-        assert len(watch._may_have) <= 4, "these two, and those of the step before"
+        assert len(watch.may_have()) <= 4, "these two, and those of the step before"
         assert len(watch.with_gradients()) == 2
         optimizer.step()
         optimizer.zero_grad()

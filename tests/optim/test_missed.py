@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -24,20 +25,31 @@ class FakeUnit:
         self.record = SimpleNamespace(schema=schema, is_elsewhere=is_elsewhere)
         self.told, self.owed = PendingUpdates(), {}
 
-    def owe(self, index, owed):
-        self.owed[index] = owed
+    def owe(self, index, owed, number):
+        self.owed[index] = owed, number
         return self.told.get(index)
 
     @property
     def pending(self):
         owed, self.owed = self.owed, {}
-        for index, one in owed.items():
-            one.tell(self.told, self.parameters[index])
+        for index, (one, number) in owed.items():
+            one.tell(self.told, index, number)
         return self.told
+
+    @property
+    def owes_all(self):
+        return len(self.owed) == len(self.parameters)
 
 
 def sliced(*units, index=0, may_wait=True):
-    return [Slice(one.parameters[index], one, index, 0, number, may_wait) for number, one in enumerate(units)]
+    return [
+        Slice(one.parameters[index], one, index, 0, number, may_wait, (0, len(units) * index + number))
+        for number, one in enumerate(units)
+    ]
+
+
+def numbers(*some):
+    return np.array(some, np.int64)
 
 
 def noted(stack, *found, clip=1.0, options=OPTIONS, seed=3):
@@ -45,7 +57,7 @@ def noted(stack, *found, clip=1.0, options=OPTIONS, seed=3):
     stack.tell_frozen()
     step = MissedStep(clip, seed)
     stack.keep_options(step, lambda _: (ADAMW, options))
-    begin = stack.level({id(one.parameters[0]) for one in found})
+    begin = stack.level(numbers(*(at for at, one in enumerate(stack._units) if one in found)))
     stack.begin(begin)
     stack.note(step)
     return [one.unit for one in stack.slices(begin)]
@@ -162,10 +174,10 @@ def test_what_fails_while_a_slice_is_told_is_told_the_next_time(monkeypatch):
     noted(stack, used)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(MissedStep, "scalars", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        stack.tell(unused.told, unused.parameters[0])
+        stack.tell(unused.told, 0, 1)
     assert unused.told == {}
-    stack.tell(unused.told, unused.parameters[0])
-    stack.tell(unused.told, unused.parameters[0])
+    stack.tell(unused.told, 0, 1)
+    stack.tell(unused.told, 0, 1)
     assert (unused.told[0].misses, counts[unused.parameters[0]]) == (1, {"step": 1})
 
 
@@ -182,6 +194,23 @@ def test_steps_are_dropped_that_all_slices_have_been_told_of(monkeypatch):
     assert counts[unused.parameters[0]] == {"step": 30}
 
 
+def test_slices_that_are_told_at_different_times_miss_the_steps_of_each(monkeypatch):
+    monkeypatch.setattr(missed, "MISSED_LIMIT", 5)
+    used, *others = units = [FakeUnit(index) for index in range(5)]
+    began = dict(zip(others, (0, 7, 0, 3), strict=True))
+    stack = Stack(sliced(*units), {one.parameters[0]: {"step": step} for one, step in began.items()})
+    since, clips = dict.fromkeys(others, 0), []
+    for number in range(40):
+        for one in [one for place, one in enumerate(others) if number % (place + 2) == 0]:
+            counts = range(began[one] + since[one] + 1, began[one] + number + 1)
+            expected = [(ADAMW.scalars(OPTIONS, count, clips[count - began[one] - 1]), 0) for count in counts]
+            assert dict(one.pending) == ({0: Update.of_zeros(expected, ADAMW)} if expected else {})
+            one.told.clear()
+            since[one] = number
+        clips.append(1.0 / (number + 1))
+        noted(stack, used, clip=clips[-1])
+
+
 def test_options_out_of_range_are_an_error_of_their_step():
     used, unused = FakeUnit(0), FakeUnit(1)
     stack = Stack(sliced(used, unused), {})
@@ -194,11 +223,13 @@ def test_slices_of_several_stacks_in_a_unit_miss_the_same_steps_though_they_are_
     steps = MissedSteps()
     steps.know(1, lambda: [sliced(used, unused), sliced(used, unused, index=1)], counts)
     for number in range(4):
-        begin = steps.look(set(map(id, used.parameters)), 0)
+        begin = steps.look([numbers(2, 0)], 0)
         assert [(one.unit, one.at) for one in begin] == ([] if number else [(unused, 0), (unused, 1)])
+        assert len(steps.for_the_first_time()) == len(begin)
         if number == 2:
             assert unused.pending[0].misses == 2
-        steps.note(MissedStep(1.0, 0), lambda _: (ADAMW, OPTIONS))
+        began = steps.note(MissedStep(1.0, 0), lambda _: (ADAMW, OPTIONS))
+        assert began == ([] if number % 2 else [unused, unused])
     assert [unused.pending[index].misses for index in (0, 1)] == [4, 4]
     assert [counts[one]["step"] for one in unused.parameters] == [4, 4]
 
@@ -208,9 +239,30 @@ def test_other_stacks_than_before_are_followed_from_then_on_and_the_former_are_t
     steps = MissedSteps()
     for known in (1, 2):
         steps.know(known, lambda: [sliced(one, other)], counts)
-        assert [slice_.unit for slice_ in steps.look({id(one.parameters[0])}, 0)] == [other]
+        assert [slice_.unit for slice_ in steps.look([numbers(0)], 0)] == [other]
         steps.note(MissedStep(1.0, 0), lambda _: (ADAMW, OPTIONS))
     assert counts[other.parameters[0]] == {"step": 1}
     steps.tell_all()
     assert (counts[other.parameters[0]], other.told[0].misses) == ({"step": 2}, 2)
-    assert steps.look({0}, 0) == []
+    assert steps.look([numbers()], 0) == []
+
+
+def test_of_several_stacks_and_watches_those_alone_miss_a_step_in_which_slices_of_theirs_have_gradients():
+    units, counts, steps = list(map(FakeUnit, range(6))), {}, MissedSteps()
+    of_unit = [
+        Slice(one.parameters[0], one, 0, 0, number, True, (number // 4, number % 4))
+        for number, one in enumerate(units)
+    ]
+    steps.know(1, lambda: [of_unit[:2], of_unit[2:4], of_unit[4:]], counts)
+    for used, found, missing in (
+        ([3, 0], ([3, 0], []), [1, 2]),
+        ([1], ([1], []), [0]),
+        ([5], ([], [1]), [4]),
+    ):
+        for one in used:
+            units[one].pending.clear()
+        begin = steps.look([numbers(*one) for one in found], 0)
+        assert [one.unit.index for one in begin] == missing, found
+        steps.note(MissedStep(1.0, 0), lambda _: (ADAMW, OPTIONS))
+    steps.tell_all()
+    assert [counts.get(one.parameters[0], {}).get("step", 0) for one in units] == [1, 1, 1, 0, 1, 0]

@@ -89,6 +89,31 @@ def test_a_slice_without_a_gradient_that_changes_its_group_is_noticed_too():
     assert finds.sorts == sorts + 1
 
 
+def test_what_may_have_a_gradient_holds_all_that_have_one_and_no_slice_that_was_dropped():
+    mine, others, watch, finds = parameters(4), parameters(1), SliceWatch(), WithGradients()
+    watch.follow([*mine[1:], *others])
+    groups = [{"params": mine}]
+    give(watch, mine[0], mine[2], others[0])
+    finds.of(groups, [watch])
+    assert list(map(id, finds.that_may_have(groups, [watch]))) == [id(mine[0]), id(mine[2])]
+    for one in mine:
+        one.grad = None
+    finds.dropped([watch])
+    assert list(map(id, finds.that_may_have(groups, [watch]))) == [id(mine[0])]
+    assert watch.with_gradients().tolist() == [3], "another optimizer's"
+
+
+def test_slices_that_were_found_are_known_by_the_numbers_of_each_watch():
+    first, second, finds = parameters(3), parameters(2), WithGradients()
+    groups, watches = [{"params": [*second, *first]}], [SliceWatch(), SliceWatch()]
+    watches[0].follow(first)
+    watches[1].follow(second)
+    give(watches[0], first[2], first[0])
+    give(watches[1], second[1])
+    assert places(finds.of(groups, watches), groups) == [(0, 1), (0, 2), (0, 4)]
+    assert [sorted(one.tolist()) for one in finds.slices] == [[0, 2], [1]]
+
+
 def test_no_parameter_is_asked_whether_members_are_still_the_same():
     class Asked(nn.Parameter):
         def __eq__(self, other):
