@@ -161,12 +161,18 @@ def seed() -> int:
 
 
 @pytest.fixture
-def repeatable() -> Iterator[None]:
+def deterministic() -> Iterator[None]:
     """torch on one thread, with deterministic algorithms: it does not repeat its own bits otherwise."""
     import parity
 
     with parity.repeatable():
         yield
+
+
+@pytest.fixture
+def repeatable(deterministic: None) -> Iterator[None]:  # noqa: ARG001 - the other half
+    """The same, and no engine of a test ends in the next."""
+    yield
     gc.collect()  # a model's engine ends with it, and not in the middle of the next test
 
 

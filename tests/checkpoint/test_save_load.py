@@ -20,15 +20,9 @@ from infinity.checkpoint import writer as checkpoint_writer
 from infinity.checkpoint.save_load import checkpoint_files, load, save
 from infinity.engine.engine import engine_of
 from infinity.storage.manifest import CheckpointError
-from parity import differences, repeatable
+from parity import differences
 
-pytestmark = pytest.mark.disk
-
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("deterministic")]
 
 
 def start(name="llama", seed=0, host_memory="64MiB", update="forward", **init):

@@ -15,15 +15,8 @@ from infinity import AdamW, Init
 from infinity.checkpoint.export import export_checkpoint
 from infinity.checkpoint.save_load import read_manifest
 from infinity.engine.engine import engine_of_model
-from parity import repeatable
 
-pytestmark = pytest.mark.disk
-
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("deterministic")]
 
 
 def built(folder, experts, name="mixtral", **settings):

@@ -11,13 +11,9 @@ import infinity
 from infinity import HostMemoryError, UnsupportedError
 from infinity.engine.engine import engine_of
 from infinity.ranks import machine_memory
-from parity import build_both, differences, engine_in, halves, optimizers, repeatable, resident, tokens, train
+from parity import build_both, differences, engine_in, halves, optimizers, resident, tokens, train
 
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 @pytest.fixture(params=["in memory", pytest.param("on disk", marks=pytest.mark.disk)])

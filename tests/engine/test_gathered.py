@@ -14,16 +14,11 @@ from parity import (
     halves,
     nothing_waits,
     optimizers,
-    repeatable,
     resident,
     train,
 )
 
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 @pytest.fixture(params=["in memory", pytest.param("on disk", marks=pytest.mark.disk)])

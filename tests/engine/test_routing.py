@@ -20,17 +20,10 @@ from infinity.errors import ConfigError
 from infinity.optim import missed as optim
 from infinity.planning import tile_size
 from infinity.reference import ReferenceAdamW, prepare
-from parity import repeatable
 
-pytestmark = pytest.mark.disk
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("deterministic")]
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 ROWS, WIDTH = 4096, 64
-
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
 
 
 def ids_of(number, length=6):

@@ -13,16 +13,10 @@ import models
 from infinity import AdamW, Init
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
-from parity import engine_in, repeatable
+from parity import engine_in
 
-pytestmark = pytest.mark.disk
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("deterministic")]
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
-
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
 
 
 class Lookup(nn.Module):
