@@ -24,17 +24,6 @@ STEPS = {
 """The kernel, its fields' bytes per element, its scalars, and what decides its random bits."""
 
 
-@pytest.fixture(params=["scalar", "avx2", "avx512"])
-def _isa(request):
-    before = kernels.isa()
-    try:
-        kernels.set_isa(request.param)
-    except kernels.UnsupportedIsaError as error:
-        pytest.skip(str(error))
-    yield
-    kernels.set_isa(before)
-
-
 def expected(content, stretch):
     """[Note: checksums] of kernels.h, in Python."""
     total = 0
@@ -52,10 +41,9 @@ def checksum(content, stretch):
     return sums.before(0)
 
 
-@pytest.mark.usefixtures("_isa")
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("threads", [1, 3])
 def test_it_is_made_of_the_xxh3_of_each_stretch(seed, threads):
-    before = kernels.threads()
     kernels.set_threads(threads)
     content = torch.randint(0, 256, (1 << 21,), dtype=torch.uint8)
     sizes = [(256, 256), (300, 1024), (1024, 1024), (1025, 4096), (1088, 1089), (4096, 32 << 10)]
@@ -63,7 +51,6 @@ def test_it_is_made_of_the_xxh3_of_each_stretch(seed, threads):
     for nbytes, stretch in sizes:
         part = content[:nbytes]
         assert expected(part.numpy().tobytes(), stretch) == checksum(part, stretch), (nbytes, stretch)
-    kernels.set_threads(before)
 
 
 def test_every_bit_counts_and_so_does_the_order_of_stretches(seed):
@@ -76,7 +63,7 @@ def test_every_bit_counts_and_so_does_the_order_of_stretches(seed):
     assert checksum(torch.cat([content[512:1024], content[:512], content[1024:]]), 512) != whole
 
 
-@pytest.mark.usefixtures("_isa")
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("numel", [1, 4000, STRETCH_NUMEL, 5 * STRETCH_NUMEL - 77, 13 * STRETCH_NUMEL])
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
 @pytest.mark.parametrize("step", list(STEPS))

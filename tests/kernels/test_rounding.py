@@ -13,12 +13,9 @@ import torch
 
 from infinity import kernels
 from infinity.reference import moments as reference_state
+from kernel_cases import addresses
 
 SIGMAS = 5
-
-
-def addresses(*tensors):
-    return [tensor.data_ptr() for tensor in tensors]
 
 
 def scalars(**changes):

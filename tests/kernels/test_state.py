@@ -1,9 +1,8 @@
 """Bf16 and 8-bit moments. Trusted: the fp32 step (test_kernels.py), torch's integers. Faked: nothing."""
 
-# ruff: noqa: F811  (a fixture is imported, and then named as an argument)
-
 import itertools
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,16 @@ from infinity import kernels, reference
 from infinity.kernels import operations
 from infinity.planning import layout as shard
 from infinity.reference import moments as reference_state
-from kernel_cases import (  # noqa: F401  (fixtures)
+from kernel_cases import (
     addresses,
     bits,
     f32_of_bits,
-    isa,
     join,
     random_bits,
     same_on_any_threads,
     same_under_every_isa,
     scalars,
-    settings_are_put_back,
+    shifted,
     split,
 )
 
@@ -78,12 +76,7 @@ def stored_as(values, state_dtype, key=KEY):
 
 def every_operation(n, offset, seed):
     """Run each kernel on slices that start `offset` elements into their storage; return what each gave."""
-
-    def slice_of(tensor):
-        storage = torch.empty(len(tensor) + offset, dtype=tensor.dtype)
-        storage[offset:] = tensor
-        return storage[offset:]
-
+    slice_of = partial(shifted, offset=offset)
     hi, lo = (slice_of(field) for field in split(random_bits(n, seed)))
     m, v, grad = (slice_of(random_bits(n, seed + i)) for i in (1, 2, 3))
     moderate = slice_of(torch.randn(n, generator=torch.Generator().manual_seed(seed)).exp())
