@@ -4,10 +4,10 @@ coded_run.py.
 Bit for bit against one process that codes what ranks send, of any number of ranks and machines.
 """
 
-import json
 
 import pytest
 
+from answers import assert_as_reference, read_answers
 from infinity.ranks.machines import LOCAL_SIZE
 from launches import forked
 from places import SUPPORT
@@ -68,12 +68,7 @@ FED_ON = {
 
 def answers(folder, ranks, cases, **more):
     forked(ranks, SUPPORT / "coded_run.py", folder, *cases, RANKS_DISK=folder, **more)
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
-
-
-def assert_as_reference(given, cases):
-    for case in cases:
-        assert [one[case].get("different", one[case]) for one in given] == [[]] * len(given), case
+    return read_answers(folder, ranks)
 
 
 @pytest.mark.multi

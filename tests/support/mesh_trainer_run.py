@@ -17,9 +17,8 @@ import torch.distributed as dist
 import transformers
 
 import infinity
-from answers import answer_all
+from answers import answer_all, error_of
 from infinity.tensors import digest
-from mesh_edits import error_of
 from mesh_kinds import VOCABULARY, by_plan, from_transformers, of_kind
 from mesh_run import COMPUTES, TIGHT, ParallelReference, Place, local
 
