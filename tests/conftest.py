@@ -177,6 +177,17 @@ def repeatable(deterministic: None) -> Iterator[None]:  # noqa: ARG001 - the oth
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch repeats its own bits at the same number of threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def three_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small models have three layers, one of which is neither the first nor the last: by default two do."""
     import models
@@ -193,3 +204,9 @@ def folder() -> Iterator[Path]:
     """An empty folder on a real disk, gone after the test."""
     with tempfile.TemporaryDirectory(prefix="infinity-", dir=disk()) as name:
         yield Path(name)
+
+
+@pytest.fixture(params=["in memory", pytest.param("on disk", marks=pytest.mark.disk)])
+def nvme(request: pytest.FixtureRequest) -> Path | None:
+    """Where records lie: once in host memory, and once in a folder on a real disk."""
+    return None if request.param == "in memory" else request.getfixturevalue("folder")

@@ -16,11 +16,6 @@ from parity import Wrap, build_both, compare, halves, resident, tokens, total
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 
-@pytest.fixture(params=["in memory", pytest.param("on disk", marks=pytest.mark.disk)])
-def nvme(request):
-    return None if request.param == "in memory" else request.getfixturevalue("folder")
-
-
 @dataclasses.dataclass
 class Pair:
     first: torch.Tensor

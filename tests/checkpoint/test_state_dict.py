@@ -15,12 +15,6 @@ from parity import build_both, differences, engine_in, halves, optimizers, resid
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
-
-@pytest.fixture(params=["in memory", pytest.param("on disk", marks=pytest.mark.disk)])
-def nvme(request):
-    return None if request.param == "in memory" else request.getfixturevalue("folder")
-
-
 X = halves(3, 8)
 
 

@@ -20,12 +20,6 @@ from parity import (
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
-
-@pytest.fixture(params=["in memory", pytest.param("on disk", marks=pytest.mark.disk)])
-def nvme(request):
-    return None if request.param == "in memory" else request.getfixturevalue("folder")
-
-
 X = halves(3, 8)
 
 

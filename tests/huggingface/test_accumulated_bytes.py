@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from rich.console import Console
 from torch.utils.data import DataLoader
 
@@ -24,6 +23,7 @@ from infinity.huggingface import TrainerCallback, accumulate_by_block
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.disk,
+    pytest.mark.usefixtures("fresh_accelerate"),
     pytest.mark.filterwarnings(
         "ignore:.*pin_memory.*:UserWarning", "ignore:.*lr_scheduler.step.*:UserWarning"
     ),
@@ -36,16 +36,6 @@ LIMITS = {"backward": 26.5, "forward": 30.5}
 Trainer that clips, two more for weights that are read for the update, and two for gradients that found no
 room.
 """
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    """Accelerate keeps its settings in the process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 class Moved:

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader
 
 import infinity
@@ -23,7 +22,7 @@ from infinity.huggingface.accumulation import together
 
 pytestmark = [
     pytest.mark.disk,
-    pytest.mark.usefixtures("repeatable"),
+    pytest.mark.usefixtures("fresh_accelerate", "repeatable"),
     pytest.mark.filterwarnings(
         "ignore:.*pin_memory.*:UserWarning",
         "ignore:`(is_)?gradient_checkpointing.*` is deprecated:FutureWarning",
@@ -34,16 +33,6 @@ pytestmark = [
 ]
 STEPS = 3
 ROWS = models.batch(0, rows=4 * STEPS * 2)
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    """Accelerate keeps its settings in the process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def build(folder, name="llama", dtype="bf16", host_memory="128KiB"):

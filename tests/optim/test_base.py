@@ -17,15 +17,7 @@ from infinity.gradients.grad_tensor import OffloadedGradient
 from infinity.reference import ReferenceAdamW, prepare
 from networks import Net, pair, same, x
 
-pytestmark = pytest.mark.disk
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("one_thread")]
 
 
 def test_weights_read_after_a_step_are_the_updated_ones(folder):
