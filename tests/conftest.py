@@ -170,7 +170,7 @@ def deterministic() -> Iterator[None]:
 
 
 @pytest.fixture
-def repeatable(deterministic: None) -> Iterator[None]:  # noqa: ARG001 - the other half
+def repeatable(deterministic: None) -> Iterator[None]:
     """The same, and no engine of a test ends in the next."""
     yield
     gc.collect()  # a model's engine ends with it, and not in the middle of the next test
