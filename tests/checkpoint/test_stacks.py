@@ -27,15 +27,8 @@ def built(folder, experts, name="mixtral", **settings):
 
 
 def train(model, optimizer, steps, first=0):
-    losses = []
-    for step in range(first, first + steps):
-        ids = models.batch(step, rows=1, length=5)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    few = {"rows": 1, "length": 5}
+    return models.train(model, optimizer, steps, first=first, ids_of=lambda step, _: models.batch(step, **few))
 
 
 def moments(model, optimizer):

@@ -49,16 +49,8 @@ def build(folder=None, seed=0):
 
 
 def train(model, optimizer, steps=4):
-    losses = []
     torch.manual_seed(11)  # of dropout
-    for number in range(steps):
-        ids = models.batch(number)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return models.train(model, optimizer, steps, ids_of=lambda step, _: models.batch(step))
 
 
 def trained(model):
