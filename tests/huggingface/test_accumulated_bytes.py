@@ -19,6 +19,7 @@ from infinity.cli.presets import PRESETS, Preset
 from infinity.cli.settings import TrainSettings
 from infinity.cli.train import train
 from infinity.huggingface import TrainerCallback, accumulate_by_block
+from trainers import QUIET
 
 pytestmark = [
     pytest.mark.slow,
@@ -81,10 +82,7 @@ def by_trainer(micro_batches, folder, update="backward"):
         per_device_train_batch_size=1,
         gradient_accumulation_steps=micro_batches,
         max_grad_norm=0.0 if update == "backward" else 1.0,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
+        **QUIET,
     )
     transformers.Trainer(
         model=model,

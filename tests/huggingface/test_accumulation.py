@@ -19,6 +19,7 @@ from infinity import UnsupportedError
 from infinity.engine.engine import engine_of_model
 from infinity.huggingface import TrainerCallback, accumulate_by_block
 from infinity.huggingface.accumulation import together
+from trainers import LOGGED
 
 pytestmark = [
     pytest.mark.disk,
@@ -53,13 +54,7 @@ def trainer_of(folder, callback, rows=ROWS, kind=transformers.Trainer, extra=Non
         output_dir=str(folder / "out"),
         max_steps=STEPS,
         per_device_train_batch_size=2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        seed=5,
-        **options,
+        **{**LOGGED, **options},
     )
     return kind(
         model=model,

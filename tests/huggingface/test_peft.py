@@ -10,7 +10,7 @@ import quantised
 from covers import matrix
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare, rounded
-from trainers import HELD, ROWS, logged
+from trainers import HELD, QUIET, ROWS, logged
 
 peft = pytest.importorskip("peft")
 
@@ -291,12 +291,7 @@ def trainer_of(model, place, **options):
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        **options,
+        **{**QUIET, "logging_steps": 1, **options},
     }
     ours = any(infinity.engine.engine.engine_of(one) for one in model.parameters())
     return transformers.Trainer(
