@@ -156,11 +156,6 @@ def _by_mpu(mpu: Any) -> Divided:
     return Divided(data, sequences if sequences > 1 else None, init, "mpu")
 
 
-def is_divided_by_layers(said: Divided | None) -> bool:
-    """Whether layers come in parts, each marked so by itself."""
-    return said is not None and isinstance(said.init.get("process_group"), DataOfMesh)
-
-
 def _group(mpu: Any, *names: str) -> Any:
     """Return the first of the groups with these names that an mpu has, or None."""
     for name in names:
