@@ -5,7 +5,6 @@ against every choice there is.
 import itertools
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
