@@ -42,8 +42,8 @@ def train_on_mesh(model: nn.Module, args: Any) -> None:
     if ordinary or engine_of_model(model).config.sequence_parallel > 1:
         what = f"{ordinary[0]}, which was not built inside Init," if ordinary else "sequence_parallel"
         raise UnsupportedError(
-            f"the Trainer does not train {what} with weights that are divided over a mesh. Build all that "
-            "trains inside Init, and give each rank whole sequences; or write the loop, as in examples/mesh.py"
+            f"the Trainer does not train {what} with weights that are divided over a mesh. Build all that is "
+            "trained inside Init, and give each rank whole sequences; or write a loop: examples/mesh.py"
         )
     if trainer is not None:
         _MeshTraining(trainer)
