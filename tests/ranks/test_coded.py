@@ -15,26 +15,9 @@ from places import SUPPORT
 INT8, INT4 = 0.53, 0.28
 """The most of the bytes of 16-bit weights and gradients that codes and their scales may take."""
 EVERY = [
-    "layers",
-    "llama",
-    "llama, int4",
-    "llama, weights",
-    "nvme",
-    "nvme, backward",
-    "nvme, accumulated",
-    "accumulated",
-    "max_norm",
-    "frozen",
-    "blocks",
-    "mixtral",
-    "routed, nvme",
-    "chosen, checkpointed",
-    "chosen, nvme",
-    "checkpointed",
-    "reentrant",
-    "stage 2",
-    "stage 1",
-    "no_sync",
+    *("layers", "llama", "llama, int4", "llama, weights", "nvme", "nvme, backward", "nvme, accumulated"),
+    *("accumulated", "max_norm", "frozen", "blocks", "mixtral", "routed, nvme", "chosen, checkpointed"),
+    *("chosen, nvme", "checkpointed", "reentrant", "stage 2", "stage 1", "no_sync"),
 ]
 """Cases that are compared with the reference, on two ranks."""
 ON_THREE = ["llama, int4", "nvme", "gpt2, backward", "chosen, nvme"]
@@ -45,17 +28,8 @@ MORE = {
 }
 OVERFLOWS = ("overflow", "overflow, int4")
 FED = [
-    "llama",
-    "nvme",
-    "backward",
-    "no_sync",
-    "stage 1",
-    "routed",
-    "frozen",
-    "again",
-    "int8 state",
-    "durable",
-    "loaded",
+    *("llama", "nvme", "backward", "no_sync", "stage 1", "routed", "frozen", "again", "int8 state"),
+    *("durable", "loaded"),
 ]
 """Likewise, with error feedback, on two ranks."""
 FED_ON = {
