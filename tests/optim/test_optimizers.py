@@ -79,7 +79,7 @@ class Plain:
 
 
 def train(model, optimizer, steps, first=0):
-    return models.train(model, optimizer, steps, first=first, ids_of=lambda step, _: models.batch(step))
+    return models.train(model, optimizer, steps, first=first, ids_of=models.by_number)
 
 
 @pytest.mark.filterwarnings("ignore:.*no loss scaling")

@@ -159,6 +159,10 @@ def by_step(step, micro):
     return batch(100 * step + micro)
 
 
+def by_number(step, _micro):
+    return batch(step)
+
+
 def train(model, optimizer, steps, accumulate=1, clip=None, schedule=None, first=0, ids_of=by_step):
     """Train a causal language model on the tokens of each step and micro-batch; return the losses."""
     losses = []
