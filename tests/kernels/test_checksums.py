@@ -6,14 +6,15 @@ import xxhash
 
 from infinity import kernels
 from infinity.kernels import STRETCH_NUMEL, Checksums, Field
+from kernel_cases import small_adamw
 
 WORD = (1 << 64) - 1
 ADAMW = kernels.AdamWScalars(0.01, 0.9, 0.99, 1e-8, 0.1, 3, 0.5)
 SPLIT, MOMENTS = {"hi": 2, "lo": 2}, {"m": 4, "v": 4}
 STEPS = {
     "adamw": (kernels.adamw, {**SPLIT, **MOMENTS}, ADAMW, ()),
-    "bf16 moments": (kernels.adamw_bf16, {**SPLIT, "m": 2, "v": 2}, ADAMW, (7, 4)),
-    "int8 moments": (kernels.adamw_int8, {**SPLIT, "m": 1, "v": 1, "scale": 1 / 32}, ADAMW, (7, 4)),
+    "bf16 moments": (small_adamw("bf16"), {**SPLIT, "m": 2, "v": 2}, ADAMW, (7, 4)),
+    "int8 moments": (small_adamw("int8"), {**SPLIT, "m": 1, "v": 1, "scale": 1 / 32}, ADAMW, (7, 4)),
     "fp16 weights": (kernels.adamw_fp16, {"weight": 2, "master": 4, **MOMENTS}, ADAMW, ()),
     "fp32 weights": (kernels.adamw_fp32, {"weight": 4, **MOMENTS}, ADAMW, ()),
     "adam": (kernels.adam, {**SPLIT, **MOMENTS}, ADAMW, ()),
@@ -22,6 +23,17 @@ STEPS = {
     "lion": (kernels.lion, {**SPLIT, "m": 4}, kernels.LionScalars(0.01, 0.9, 0.99, 0.1), ()),
 }
 """The kernel, its fields' bytes per element, its scalars, and what decides its random bits."""
+
+
+@pytest.fixture(params=["scalar", "avx2", "avx512"])
+def _isa(request):
+    before = kernels.isa()
+    try:
+        kernels.set_isa(request.param)
+    except kernels.UnsupportedIsaError as error:
+        pytest.skip(str(error))
+    yield
+    kernels.set_isa(before)
 
 
 def expected(content, stretch):
@@ -41,9 +53,10 @@ def checksum(content, stretch):
     return sums.before(0)
 
 
-@pytest.mark.usefixtures("isa")
+@pytest.mark.usefixtures("_isa")
 @pytest.mark.parametrize("threads", [1, 3])
 def test_it_is_made_of_the_xxh3_of_each_stretch(seed, threads):
+    before = kernels.threads()
     kernels.set_threads(threads)
     content = torch.randint(0, 256, (1 << 21,), dtype=torch.uint8)
     sizes = [(256, 256), (300, 1024), (1024, 1024), (1025, 4096), (1088, 1089), (4096, 32 << 10)]
@@ -51,6 +64,7 @@ def test_it_is_made_of_the_xxh3_of_each_stretch(seed, threads):
     for nbytes, stretch in sizes:
         part = content[:nbytes]
         assert expected(part.numpy().tobytes(), stretch) == checksum(part, stretch), (nbytes, stretch)
+    kernels.set_threads(before)
 
 
 def test_every_bit_counts_and_so_does_the_order_of_stretches(seed):
@@ -63,7 +77,7 @@ def test_every_bit_counts_and_so_does_the_order_of_stretches(seed):
     assert checksum(torch.cat([content[512:1024], content[:512], content[1024:]]), 512) != whole
 
 
-@pytest.mark.usefixtures("isa")
+@pytest.mark.usefixtures("_isa")
 @pytest.mark.parametrize("numel", [1, 4000, STRETCH_NUMEL, 5 * STRETCH_NUMEL - 77, 13 * STRETCH_NUMEL])
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
 @pytest.mark.parametrize("step", list(STEPS))

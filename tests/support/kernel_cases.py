@@ -100,3 +100,14 @@ def scalars_of(recipe, group, step, clip=1.0):
         return kernels.LionScalars(**group, clip=clip)
     kind = {"sgd": kernels.SGDScalars, "adagrad": kernels.AdagradScalars}.get(recipe, kernels.AdamWScalars)
     return kind(**group, step=step, clip=clip)
+
+
+def small_adamw(state):
+    """Return AdamW's step on small moments, which takes addresses one after the other, as kernels.adamw."""
+    names = ("hi", "lo", *kernels.fields_of_moments("adamw", state))
+
+    def step(n, *given):
+        at = dict(zip(names, given, strict=False))
+        kernels.small_step("adamw", "bf16", state, n, at, *given[len(names) :])
+
+    return step
