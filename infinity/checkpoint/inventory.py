@@ -128,7 +128,7 @@ class Inventory:
         if self.engine.schema.in_blocks and self.optimizer is not None:
             raise UnsupportedError(
                 f"{name} is a DTensor of which each rank has a part, and {state_dtype=} keeps moments in "
-                f"blocks of {STATE_BLOCK} elements of that part: another mesh divides it into other blocks. Use "
+                f"blocks of {STATE_BLOCK} elements of that part, which another mesh divides otherwise. Use "
                 "state_dtype='bf16', or save the weights alone, with optimizer=None"
             )
 
