@@ -107,7 +107,7 @@ _MEMBERS = {"hi": "weight", "lo": "master", "mv": "m"}
 
 
 def quantize(n: int, m_f32: int, v_f32: int, m: int, v: int, scale: int) -> None:
-    """Convert n fp32 moments to the 8-bit codes and scales of [Note: 8-bit moments], each to the nearest code.
+    """Convert n fp32 moments to the 8-bit codes and scales of [Note: 8-bit moments], each to the nearest.
 
     The error of an m is at most 1/16 of itself, or half its block's smallest code, which is about 2^-15.75 of
     the scale. The error of a v is at most 1/16 of itself; but below its block's smallest code, about 2^-31.75

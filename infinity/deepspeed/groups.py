@@ -21,7 +21,7 @@ import torch.distributed as dist
 from infinity.deepspeed.launch import Settings, init_distributed, rank, ranks
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError, UnsupportedError
-from infinity.ranks.mesh import DataOfMesh, data_of_groups, data_of_mesh
+from infinity.ranks.mesh import data_of_groups, data_of_mesh
 
 _DATA = ("data_parallel_group", "sequence_data_parallel_group")
 _TENSOR = ("tensor_model_parallel_group", "slice_parallel_group", "model_parallel_group")

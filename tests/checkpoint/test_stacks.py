@@ -28,7 +28,9 @@ def built(folder, experts, name="mixtral", **settings):
 
 def train(model, optimizer, steps, first=0):
     few = {"rows": 1, "length": 5}
-    return models.train(model, optimizer, steps, first=first, ids_of=lambda step, _: models.batch(step, **few))
+    return models.train(
+        model, optimizer, steps, first=first, ids_of=lambda step, _: models.batch(step, **few)
+    )
 
 
 def moments(model, optimizer):

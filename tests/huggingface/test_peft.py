@@ -291,7 +291,9 @@ def trainer_of(model, place, **options):
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-2,
-        **{**QUIET, "logging_steps": 1, **options},
+        **QUIET,
+        "logging_steps": 1,
+        **options,
     }
     ours = any(infinity.engine.engine.engine_of(one) for one in model.parameters())
     return transformers.Trainer(

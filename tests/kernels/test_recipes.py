@@ -12,7 +12,6 @@ from kernel_cases import (
     GRADIENTS,
     addresses,
     bits,
-    f32_of_bits,
     join,
     random_bits,
     same_on_any_threads,

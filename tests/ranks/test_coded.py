@@ -4,7 +4,6 @@ coded_run.py.
 Bit for bit against one process that codes what ranks send, of any number of ranks and machines.
 """
 
-
 import pytest
 
 from answers import assert_as_reference, read_answers

@@ -4,7 +4,6 @@ Bit for bit against one process that keeps the momenta and errors of all workers
 machines.
 """
 
-
 import pytest
 
 from answers import assert_as_reference, read_answers

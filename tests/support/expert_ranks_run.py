@@ -12,6 +12,7 @@ import os
 import sys
 import warnings
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist

@@ -267,8 +267,8 @@ class LatePoint:
 
 
 def compute_late(monkeypatch, free=LateStreams.free):
-    """Let engines compute on the CPU as on an accelerator whose copies are late; return its streams. free: the
-    bytes of its memory.
+    """Let engines compute on the CPU as on an accelerator whose copies are late; return its streams. free:
+    the bytes of its memory.
     """
     streams = LateStreams()
     streams.free = free

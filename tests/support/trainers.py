@@ -20,8 +20,11 @@ ADAM = {"lr": 1e-2, "betas": (0.9, 0.95)}
 QUIET = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
 LOGGED = {**QUIET, "logging_steps": 1, "seed": 5}
 CLIPPED = {
-    **{**LOGGED, "max_grad_norm": 0.5, "weight_decay": 0.1},
-    **{"lr_scheduler_type": "cosine", "warmup_steps": 2},
+    **LOGGED,
+    "max_grad_norm": 0.5,
+    "weight_decay": 0.1,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
 }
 """Options of a Trainer."""
 

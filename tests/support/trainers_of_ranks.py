@@ -14,8 +14,10 @@ WIDE = {
 }
 
 OPTIONS = {
-    **{**CLIPPED, "max_steps": 4},
-    **{"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
+    **CLIPPED,
+    "max_steps": 4,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 2,
 }
 
 
