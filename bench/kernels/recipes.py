@@ -117,11 +117,11 @@ def steps(memory: Memory, isas: tuple[str, ...]) -> list[Operation]:
         record = (memory.hi, memory.lo, *moments)
         places = [tensor.data_ptr() for tensor in record]
         for gradient, kind, grad in (("bf16", "bf16", memory.grad16), ("fp32", "f32", memory.grad32)):
-            arguments: tuple[Any, ...] = (grad.data_ptr(), kind, _SCALARS)
-            call: Callable[[], None] = partial(kernels.adamw, n, *places, *arguments)
+            arguments: tuple[Any, ...] = (n, *places, grad.data_ptr(), kind, _SCALARS)
+            call: Callable[[], None] = partial(kernels.adamw, *arguments)
             if state != "fp32":
                 at = dict(zip(("hi", "lo", "m", "v", "scale"), places, strict=False))
-                arguments = (state, n, at, *arguments, kernels.state_key(0, 0, 10), 0)
+                arguments = (state, n, at, *arguments[-3:], kernels.state_key(0, 0, 10), 0)
                 call = partial(kernels.small_step, "adamw", "bf16", *arguments)
             streams = _streams(n, update=record, read=(grad,))
             name = f"adamw, {state} moments"
