@@ -87,7 +87,6 @@ struct aio_statistics {
 struct aio_engine;
 
 uint32_t aio_abi(void);
-int32_t aio_has_io_uring(void);
 
 /* Starts an engine.  aio_stop asks it to finish its requests and end; aio_join joins its threads once
  * aio_stopped returns 1 (joining earlier blocks).  aio_free frees the memory, and comes last. */

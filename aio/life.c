@@ -14,14 +14,6 @@
 #include <time.h>
 #include <unistd.h>
 
-int32_t aio_has_io_uring(void) {
-#ifdef HAVE_LIBURING
-    return 1;
-#else
-    return 0;
-#endif
-}
-
 static int check(const struct aio_options *options) {
     bool known = options->kind == AIO_IO_URING || options->kind == AIO_THREADS;
     if (!known || options->depth == 0 || options->threads == 0) return EINVAL;
@@ -29,7 +21,9 @@ static int check(const struct aio_options *options) {
     uint32_t piece_nbytes = options->piece_nbytes;
     if (piece_nbytes == 0 || piece_nbytes % AIO_BLOCK || piece_nbytes > 1u << 30) return EINVAL;
     if (options->ring > AIO_RING_PLAIN) return EINVAL;
-    if (options->kind == AIO_IO_URING && !aio_has_io_uring()) return ENOTSUP;
+#ifndef HAVE_LIBURING
+    if (options->kind == AIO_IO_URING) return ENOTSUP;
+#endif
     return 0;
 }
 

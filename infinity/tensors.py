@@ -65,6 +65,11 @@ def is_part(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
+def sharers(tensor: torch.Tensor) -> int:
+    """Return how many tensors share the storage of one, with it."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
 # DTensors, of which this process has a local tensor. torch.distributed.tensor takes a second to import.
 
 

@@ -1,11 +1,9 @@
 """The compiled kernels, the instruction set they use and the threads they run on."""
 
-# ruff: noqa: D102  (KernelLibrary repeats kernels.h, which says what each function does)
-
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import cffi
 
@@ -18,230 +16,8 @@ class UnsupportedIsaError(RuntimeError):
     """The requested instruction set is unknown, or not available in this machine or build."""
 
 
-class KernelLibrary(Protocol):
-    """The functions of kernels.h, as cffi shows them: pointers are cdata, sizes are ints."""
-
-    def infinity_checksum(self, n_fields: int, fields: Pointer, after: int) -> None: ...
-    def infinity_adamw_bf16(
-        self,
-        n: int,
-        hi: Pointer,
-        lo: Pointer,
-        m: Pointer,
-        v: Pointer,
-        grad: Pointer,
-        scalars: Pointer,
-        n_fields: int,
-        fields: Pointer,
-    ) -> None: ...
-    def infinity_adamw_f32(
-        self,
-        n: int,
-        hi: Pointer,
-        lo: Pointer,
-        m: Pointer,
-        v: Pointer,
-        grad: Pointer,
-        scalars: Pointer,
-        n_fields: int,
-        fields: Pointer,
-    ) -> None: ...
-    def infinity_small_step(
-        self,
-        n: int,
-        what: Pointer,
-        grad: Pointer,
-        grad_type: int,
-        key: int,
-        first: int,
-        n_fields: int,
-        fields: Pointer,
-    ) -> None: ...
-    def infinity_adamw_half(
-        self,
-        n: int,
-        weight: Pointer,
-        master: Pointer,
-        m: Pointer,
-        v: Pointer,
-        grad: Pointer,
-        grad_type: int,
-        scalars: Pointer,
-    ) -> None: ...
-    def infinity_adamw_full(
-        self,
-        n: int,
-        weight: Pointer,
-        m: Pointer,
-        v: Pointer,
-        grad: Pointer,
-        grad_type: int,
-        scalars: Pointer,
-    ) -> None: ...
-    def infinity_adam(
-        self,
-        n: int,
-        hi: Pointer,
-        lo: Pointer,
-        m: Pointer,
-        v: Pointer,
-        grad: Pointer,
-        grad_type: int,
-        scalars: Pointer,
-    ) -> None: ...
-    def infinity_sgd(
-        self,
-        n: int,
-        hi: Pointer,
-        lo: Pointer,
-        m: Pointer,
-        grad: Pointer,
-        grad_type: int,
-        scalars: Pointer,
-    ) -> None: ...
-    def infinity_adagrad(
-        self,
-        n: int,
-        hi: Pointer,
-        lo: Pointer,
-        v: Pointer,
-        grad: Pointer,
-        grad_type: int,
-        scalars: Pointer,
-    ) -> None: ...
-    def infinity_lion(
-        self,
-        n: int,
-        hi: Pointer,
-        lo: Pointer,
-        m: Pointer,
-        grad: Pointer,
-        grad_type: int,
-        scalars: Pointer,
-    ) -> None: ...
-    def infinity_narrow(self, n: int, f32: Pointer, bf16: Pointer) -> None: ...
-    def infinity_quantize(
-        self, n: int, m_f32: Pointer, v_f32: Pointer, m: Pointer, v: Pointer, scale: Pointer
-    ) -> None: ...
-    def infinity_dequantize(
-        self, n: int, m: Pointer, v: Pointer, scale: Pointer, m_f32: Pointer, v_f32: Pointer
-    ) -> None: ...
-    def infinity_quantize4(
-        self, n: int, m_f32: Pointer, v_f32: Pointer, packed: Pointer, scale: Pointer
-    ) -> None: ...
-    def infinity_dequantize4(
-        self, n: int, packed: Pointer, scale: Pointer, m_f32: Pointer, v_f32: Pointer
-    ) -> None: ...
-    def infinity_sum_squares_bf16(self, n: int, grad: Pointer) -> Pointer: ...
-    def infinity_sum_squares_f32(self, n: int, grad: Pointer) -> Pointer: ...
-    def infinity_sum_squares_f16(self, n: int, grad: Pointer) -> Pointer: ...
-    def infinity_split(self, n: int, f32: Pointer, hi: Pointer, lo: Pointer) -> None: ...
-    def infinity_join(self, n: int, hi: Pointer, lo: Pointer, f32: Pointer) -> None: ...
-    def infinity_widen_lo(self, n: int, lo8: Pointer, lo: Pointer) -> None: ...
-    def infinity_round_lo(
-        self, n: int, lo: Pointer, nearest: int, key: int, first: int, lo8: Pointer
-    ) -> None: ...
-    def infinity_widen(self, n: int, bf16: Pointer, f32: Pointer) -> None: ...
-    def infinity_widen_e4m3(
-        self,
-        first: int,
-        n: int,
-        blocks: Pointer,
-        codes: Pointer,
-        scales: Pointer,
-        f32: Pointer,
-    ) -> None: ...
-    def infinity_widen_i8(
-        self,
-        first: int,
-        n: int,
-        cols: int,
-        factor: float,
-        codes: Pointer,
-        scales: Pointer,
-        f32: Pointer,
-    ) -> None: ...
-    def infinity_widen_4bit(
-        self,
-        first: int,
-        n: int,
-        block: int,
-        high_first: int,
-        table: Pointer,
-        codes: Pointer,
-        scales: Pointer,
-        f32: Pointer,
-    ) -> None: ...
-    def infinity_widen_scales(
-        self,
-        first: int,
-        n: int,
-        block: int,
-        table: Pointer,
-        codes: Pointer,
-        scales: Pointer,
-        offset: float,
-        f32: Pointer,
-    ) -> None: ...
-    def infinity_widen_e8m0(self, n: int, codes: Pointer, f32: Pointer) -> None: ...
-    def infinity_encode(
-        self, n: int, values: Pointer, type_: int, bits: int, codes: Pointer, scales: Pointer
-    ) -> None: ...
-    def infinity_transpose(
-        self,
-        rows: int,
-        cols: int,
-        width: int,
-        source: Pointer,
-        source_nbytes: int,
-        target: Pointer,
-        target_nbytes: int,
-    ) -> None: ...
-    def infinity_widen_f16(self, n: int, f16: Pointer, f32: Pointer) -> None: ...
-    def infinity_narrow_f16(self, n: int, f32: Pointer, f16: Pointer) -> None: ...
-    def infinity_accumulate_bf16(self, n: int, acc: Pointer, grad: Pointer) -> None: ...
-    def infinity_accumulate_f32(self, n: int, acc: Pointer, grad: Pointer) -> None: ...
-    def infinity_accumulate_f16(self, n: int, acc: Pointer, grad: Pointer) -> None: ...
-    def infinity_multiplies_bf16(self) -> int: ...
-    def infinity_add_product_bf16(
-        self,
-        k: int,
-        m: int,
-        n: int,
-        left: Pointer,
-        left_stride: int,
-        left_step: int,
-        right: Pointer,
-        right_stride: int,
-        total: Pointer,
-        total_stride: int,
-        n_threads: int,
-    ) -> int: ...
-    def infinity_product_bf16(
-        self,
-        k: int,
-        m: int,
-        n: int,
-        left: Pointer,
-        left_stride: int,
-        left_step: int,
-        right: Pointer,
-        right_stride: int,
-        result: Pointer,
-        result_stride: int,
-        n_threads: int,
-    ) -> int: ...
-    def infinity_rewrite(self, n: int, new_hi: Pointer, hi: Pointer, lo: Pointer) -> None: ...
-    def infinity_copy(self, n_bytes: int, dst: Pointer, src: Pointer) -> None: ...
-    def infinity_traffic(self, n: int, n_streams: int, streams: Pointer) -> None: ...
-    def infinity_set_threads(self, n_threads: int) -> None: ...
-    def infinity_threads(self) -> int: ...
-    def infinity_bind_threads(self, n: int, cpus: Pointer) -> int: ...
-    def infinity_set_isa(self, name: Pointer) -> int: ...
-    def infinity_isa(self) -> Pointer: ...
-
-
-def _load(ffi: cffi.FFI) -> KernelLibrary:
+def _load(ffi: cffi.FFI) -> Any:
+    """Return the functions of kernels.h, as it declares them: cffi refuses calls that do not fit."""
     folder = Path(__file__).resolve().parent
     header = (folder / "kernels.h").read_text(encoding="utf-8")
     ffi.cdef("\n".join(line for line in header.splitlines() if not line.startswith("#")))
@@ -255,7 +31,7 @@ def _load(ffi: cffi.FFI) -> KernelLibrary:
         )
         raise ImportError(message)
     # NODELETE: the pool's threads sleep in this code until the process ends, and cffi closes it earlier.
-    return cast("KernelLibrary", ffi.dlopen(str(path), os.RTLD_NOW | os.RTLD_NODELETE))
+    return ffi.dlopen(str(path), os.RTLD_NOW | os.RTLD_NODELETE)
 
 
 ffi = cffi.FFI()
@@ -288,7 +64,7 @@ def set_isa(name: str | None) -> None:
 
 def threads() -> int:
     """Return the number of threads of a large call, including the calling one."""
-    return library.infinity_threads()
+    return int(library.infinity_threads())
 
 
 def set_threads(n: int) -> None:

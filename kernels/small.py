@@ -8,11 +8,9 @@ from infinity.kernels.checksums import Checksums
 from infinity.kernels.library import ffi, library
 from infinity.kernels.operations import (
     AnyGradientDtype,
-    GradientDtype,
     as_f32,
     as_u8,
     check,
-    check_dtype,
     rounded,
     summed,
 )
@@ -108,47 +106,8 @@ _MEMBERS = {"hi": "weight", "lo": "master", "mv": "m"}
 """Of the C struct, for these fields."""
 
 
-def adamw_bf16(
-    n: int,
-    hi: int,
-    lo: int,
-    m: int,
-    v: int,
-    grad: int,
-    dtype: GradientDtype,
-    scalars: AdamWScalars,
-    key: int,
-    first: int,
-    sums: Checksums | None = None,
-) -> None:
-    """Apply [Note: the small step] to n elements whose m and v are bf16: `small_step` of AdamW."""
-    check_dtype(dtype)
-    at = {"hi": hi, "lo": lo, "m": m, "v": v}
-    small_step("adamw", "bf16", "bf16", n, at, grad, dtype, scalars, key, first, sums)
-
-
-def adamw_int8(
-    n: int,
-    hi: int,
-    lo: int,
-    m: int,
-    v: int,
-    scale: int,
-    grad: int,
-    dtype: GradientDtype,
-    scalars: AdamWScalars,
-    key: int,
-    first: int,
-    sums: Checksums | None = None,
-) -> None:
-    """Apply [Note: the small step] to n elements whose m and v are 8-bit codes: `small_step` of AdamW."""
-    check_dtype(dtype)
-    at = {"hi": hi, "lo": lo, "m": m, "v": v, "scale": scale}
-    small_step("adamw", "bf16", "int8", n, at, grad, dtype, scalars, key, first, sums)
-
-
 def quantize(n: int, m_f32: int, v_f32: int, m: int, v: int, scale: int) -> None:
-    """Convert n fp32 moments to the 8-bit codes and scales of `adamw_int8`, each to the nearest code.
+    """Convert n fp32 moments to the 8-bit codes and scales of [Note: 8-bit moments], each to the nearest.
 
     The error of an m is at most 1/16 of itself, or half its block's smallest code, which is about 2^-15.75 of
     the scale. The error of a v is at most 1/16 of itself; but below its block's smallest code, about 2^-31.75

@@ -161,13 +161,30 @@ def seed() -> int:
 
 
 @pytest.fixture
-def repeatable() -> Iterator[None]:
+def deterministic() -> Iterator[None]:
     """torch on one thread, with deterministic algorithms: it does not repeat its own bits otherwise."""
     import parity
 
     with parity.repeatable():
         yield
+
+
+@pytest.fixture
+def repeatable(deterministic: None) -> Iterator[None]:
+    """The same, and no engine of a test ends in the next."""
+    yield
     gc.collect()  # a model's engine ends with it, and not in the middle of the next test
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch repeats its own bits at the same number of threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -187,3 +204,9 @@ def folder() -> Iterator[Path]:
     """An empty folder on a real disk, gone after the test."""
     with tempfile.TemporaryDirectory(prefix="infinity-", dir=disk()) as name:
         yield Path(name)
+
+
+@pytest.fixture(params=["in memory", pytest.param("on disk", marks=pytest.mark.disk)])
+def nvme(request: pytest.FixtureRequest) -> Path | None:
+    """Where records lie: once in host memory, and once in a folder on a real disk."""
+    return None if request.param == "in memory" else request.getfixturevalue("folder")

@@ -1,5 +1,5 @@
-"""What finding the slices that a step needs takes of it: which it uses, where they lie, which stay in memory;
-and what noting takes that the others miss it, and asking which have gradients.
+"""The share of a step that looking slices up takes: finding which slices the step uses, where they lie and
+which stay in memory; noting that the others miss the step; and asking which have gradients.
 
     python -m infinity.bench.engine.lookups --nvme DIR --slices 100000
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,11 +94,6 @@ def _normal(numel: int, deviation: float) -> torch.Tensor:
 
 
 _SCALARS = kernels.AdamWScalars(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=10)
-_STEPS: dict[str, Callable[..., None]] = {
-    "fp32": kernels.adamw,
-    "bf16": kernels.adamw_bf16,
-    "int8": kernels.adamw_int8,
-}
 
 
 _Fields = Sequence[torch.Tensor]
@@ -117,16 +113,16 @@ def steps(memory: Memory, isas: tuple[str, ...]) -> list[Operation]:
     """List the AdamW steps for every dtype of moments and of gradients."""
     found = []
     n = memory.out.numel()
-    for state, run in _STEPS.items():
+    for state, moments in memory.moments.items():
+        record = (memory.hi, memory.lo, *moments)
+        places = [tensor.data_ptr() for tensor in record]
         for gradient, kind, grad in (("bf16", "bf16", memory.grad16), ("fp32", "f32", memory.grad32)):
-            record = (memory.hi, memory.lo, *memory.moments[state])
-            places = [tensor.data_ptr() for tensor in (*record, grad)]
-            noise = () if state == "fp32" else (kernels.state_key(0, 0, 10), 0)
-            arguments = (n, *places, kind, _SCALARS, *noise)
-
-            def call(run: Callable[..., None] = run, arguments: Any = arguments) -> None:
-                run(*arguments)
-
+            arguments: tuple[Any, ...] = (n, *places, grad.data_ptr(), kind, _SCALARS)
+            call: Callable[[], None] = partial(kernels.adamw, *arguments)
+            if state != "fp32":
+                at = dict(zip(("hi", "lo", "m", "v", "scale"), places, strict=False))
+                arguments = (state, n, at, *arguments[-3:], kernels.state_key(0, 0, 10), 0)
+                call = partial(kernels.small_step, "adamw", "bf16", *arguments)
             streams = _streams(n, update=record, read=(grad,))
             name = f"adamw, {state} moments"
             found.append(Operation(name, streams, call, gradient, isas, is_step=True))

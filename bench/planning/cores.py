@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import psutil
@@ -64,17 +65,14 @@ def update_rate(state_dtype: str) -> float:
     hi, lo, gradient = (one.ctypes.data for one in halves)
     m, v = (one.ctypes.data for one in moments)
     scalars = kernels.AdamWScalars(1e-4, 0.9, 0.999, 1e-8, 0.01, 1)
+    at = {"hi": hi, "lo": lo, "m": m, "v": v, "mv": m, "scale": scales.ctypes.data}
+    state: Any = state_dtype
 
     def step() -> None:
         if state_dtype == "fp32":
             kernels.adamw(n, hi, lo, m, v, gradient, "bf16", scalars)
-        elif state_dtype == "bf16":
-            kernels.adamw_bf16(n, hi, lo, m, v, gradient, "bf16", scalars, 0, 0)
-        elif state_dtype == "int4":
-            at = {"hi": hi, "lo": lo, "mv": m, "scale": scales.ctypes.data}
-            kernels.small_step("adamw", "bf16", "int4", n, at, gradient, "bf16", scalars, 0, 0)
         else:
-            kernels.adamw_int8(n, hi, lo, m, v, scales.ctypes.data, gradient, "bf16", scalars, 0, 0)
+            kernels.small_step("adamw", "bf16", state, n, at, gradient, "bf16", scalars, 0, 0)
 
     return n / best(step)
 

@@ -84,7 +84,7 @@ def new_folder(path: Path, older: Older) -> Iterator[Path]:
             _exchange(filling, path)
         else:
             filling.rename(path)
-        sync(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        sync(path.parent)
     finally:
         os.close(fd)
         shutil.rmtree(filling, ignore_errors=True)  # the replaced folder, or what an error left
@@ -169,7 +169,7 @@ def _rescued(filling: Path, path: Path, refused: str) -> FileExistsError:
     while os.path.lexists(beside := path.with_name(f"{path.name}-{number}")):
         number += 1
     filling.rename(beside)
-    sync(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    sync(path.parent)
     why = f"{refused.rstrip('.')}. So that nothing is lost, everything was saved in {beside} instead"
     return _refused(path, why, beside)
 
@@ -182,15 +182,15 @@ def _make(folder: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, "a file or a dangling link, expected a folder", str(folder))
     _make(folder.parent)
     folder.mkdir(exist_ok=True)
-    sync(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
+    sync(folder.parent)
 
 
 def _sync_all(folder: Path) -> None:
     """Sync a folder and everything in it to disk."""
     for below, _, files in os.walk(folder):
         for name in files:
-            sync(Path(below, name), os.O_RDONLY)
-        sync(Path(below), os.O_RDONLY | os.O_DIRECTORY)
+            sync(Path(below, name))
+        sync(Path(below))
 
 
 def _carry_over(old: Path, new: Path, replaced: Collection[str]) -> None:
@@ -206,7 +206,7 @@ def _carry_over(old: Path, new: Path, replaced: Collection[str]) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             _second_name(old / within, target)
     for below, _, _ in os.walk(new):
-        sync(Path(below), os.O_RDONLY | os.O_DIRECTORY)
+        sync(Path(below))
 
 
 def _others(old: Path, new: Path, replaced: Collection[str], device: int, below: str = "") -> Iterator[str]:
@@ -238,12 +238,12 @@ def _second_name(file: Path, target: Path) -> None:
             raise
         shutil.copy2(file, target, follow_symlinks=False)
         if not target.is_symlink():
-            sync(target, os.O_RDONLY)
+            sync(target)
 
 
-def sync(path: Path, flags: int) -> None:
+def sync(path: Path) -> None:
     """Sync a file, or a folder's entries, to disk."""
-    fd = os.open(path, flags | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

@@ -128,8 +128,8 @@ class Inventory:
         if self.engine.schema.in_blocks and self.optimizer is not None:
             raise UnsupportedError(
                 f"{name} is a DTensor of which each rank has a part, and {state_dtype=} keeps moments in "
-                f"blocks of {STATE_BLOCK} elements of that part, which are others on another mesh: "
-                "state_dtype='bf16'; or save with optimizer=None, the weights alone"
+                f"blocks of {STATE_BLOCK} elements of that part, which another mesh divides otherwise. Use "
+                "state_dtype='bf16', or save the weights alone, with optimizer=None"
             )
 
     def check_unmarked(self, what: str) -> None:

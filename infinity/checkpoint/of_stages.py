@@ -162,6 +162,6 @@ def _check_tensors(groups: Sequence[Mapping[str, Any]], tensors: Sequence[Mappin
             keys = [key for key in tensors[0] if f'{{"__tensor__": "{key}"}}' in json.dumps(value)]
             if any(one.get(key) != tensors[0][key] for key in keys for one in tensors):
                 raise CheckpointError(
-                    f"the tensors of stages in {option!r} of param group {number} differ, and one checkpoint "
-                    "of all stages has one of them: give them the same, or every stage a folder of its own"
+                    f"the tensors of stages in {option!r} of param group {number} differ, but one checkpoint "
+                    "of all stages holds one of them: give all stages the same, or each a folder of its own"
                 )

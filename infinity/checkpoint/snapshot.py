@@ -237,4 +237,4 @@ def _write_commit(folder: Path, commit: Commit) -> None:
             os.fsync(file.fileno())
         for one in [place, *place.parents]:
             if one.is_relative_to(folder):
-                sync(one, os.O_RDONLY | os.O_DIRECTORY)
+                sync(one)

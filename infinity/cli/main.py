@@ -163,7 +163,7 @@ class _Parser(argparse.ArgumentParser):
         return self
 
     def error(self, message: str) -> NoReturn:
-        """Exit with 2; a word that nobody knows is told with the nearest that there is."""
+        """Exit with 2; for an unknown word, name the nearest known one."""
         patterns = r"invalid choice: '([^']+)' \(choose from (.*)\)|unrecognized arguments: (--[\w-]+)"
         wrong = re.search(patterns, message)
         if wrong:

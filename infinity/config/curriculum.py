@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from infinity.config.deepspeed_values import whole
 from infinity.errors import ConfigError
 from infinity.planning.lengths import LengthSchedule
 
@@ -63,18 +64,13 @@ def length_schedule(given: Mapping[str, Any]) -> LengthSchedule | None:
             name = _SCHEDULE.get(path.removeprefix(start))
             if name is None:
                 raise ConfigError(f"{path}: unknown; expected one of {', '.join(_SCHEDULE)}")
-            options[name] = [_whole(one) for one in value] if isinstance(value, list) else _whole(value)
+            options[name] = [whole(one) for one in value] if isinstance(value, list) else whole(value)
     if kind == "custom":
         options = {"function": _unset}
     try:
         return LengthSchedule(shortest=int(least), longest=int(most), schedule=kind, **options)
     except ConfigError as error:
         raise ConfigError(f"{section[:-1]}: {error}") from None
-
-
-def _whole(value: Any) -> Any:
-    """Return 1e4, a float in JSON, as a whole number."""
-    return int(value) if isinstance(value, float) and value % 1 == 0 else value
 
 
 def _unset(step: int) -> int:

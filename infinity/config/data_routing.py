@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from infinity.config.deepspeed_values import whole
 from infinity.errors import ConfigError
 from infinity.planning.kept_tokens import TokenSchedule
 
@@ -63,7 +64,7 @@ def token_routing(given: Mapping[str, Any]) -> TokenRouting | None:
     if order not in _ORDERS:
         expected = " or ".join(map(repr, _ORDERS))
         raise ConfigError(f"{LTD}hidden_state_order={order!r}: expected {expected}")
-    shortest, longest, steps, multiple = (_whole(given[one]) for one in (*_NEEDED[1:3], *_NEEDED[4:]))
+    shortest, longest, steps, multiple = (whole(given[one]) for one in (*_NEEDED[1:3], *_NEEDED[4:]))
     try:
         schedule = TokenSchedule(shortest=shortest, longest=longest, steps=steps, multiple=multiple)
     except ConfigError as error:
@@ -88,8 +89,3 @@ def _layers(given: Mapping[str, Any]) -> tuple[int, ...]:
             "them equal, or leave random_ltd_layer_num out"
         )
     return tuple(layers)
-
-
-def _whole(value: Any) -> Any:
-    """Return 1e4, a float in JSON, as a whole number."""
-    return int(value) if isinstance(value, float) and value % 1 == 0 else value

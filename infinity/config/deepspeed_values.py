@@ -14,6 +14,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def whole(value: Any) -> Any:
+    """Return 1e4, a float in JSON, as a whole number."""
+    return int(value) if isinstance(value, float) and value % 1 == 0 else value
+
+
 _SWITCHED = {
     **dict.fromkeys((1, "1", "true", "t", "yes", "y", "on"), True),
     **dict.fromkeys((0, "0", "false", "f", "no", "n", "off"), False),

@@ -15,6 +15,7 @@ from typing import IO, Any, Protocol
 import torch
 from torch import nn
 
+from infinity.checkpoint.atomic import sync
 from infinity.checkpoint.save_load import load, save
 from infinity.config.loss_scale import LossScale
 from infinity.deepspeed.launch import rank
@@ -149,8 +150,4 @@ def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         filling.replace(path)
     finally:
         filling.unlink(missing_ok=True)
-    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync(path.parent)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from infinity.deepspeed.launch import Settings, init_distributed, rank, ranks
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError, UnsupportedError
-from infinity.ranks.mesh import DataOfMesh, data_of_groups, data_of_mesh
+from infinity.ranks.mesh import data_of_groups, data_of_mesh
 
 _DATA = ("data_parallel_group", "sequence_data_parallel_group")
 _TENSOR = ("tensor_model_parallel_group", "slice_parallel_group", "model_parallel_group")
@@ -154,11 +154,6 @@ def _by_mpu(mpu: Any) -> Divided:
     if sequences > 1:
         _check_neighbours(_members(mpu.get_sequence_parallel_group()), data)
     return Divided(data, sequences if sequences > 1 else None, init, "mpu")
-
-
-def is_divided_by_layers(said: Divided | None) -> bool:
-    """Whether layers come in parts, each marked so by itself."""
-    return said is not None and isinstance(said.init.get("process_group"), DataOfMesh)
 
 
 def _group(mpu: Any, *names: str) -> Any:

@@ -14,7 +14,7 @@ from infinity.planning.layout import RecordSchema
 from infinity.records.record import Record
 from infinity.records.weights import compute_dtype
 from infinity.storage.packed import FileRange, Packed
-from infinity.tensors import local
+from infinity.tensors import local, sharers
 
 
 class BuiltParameter:
@@ -92,7 +92,7 @@ class BuiltParameter:
     def has_views(self) -> bool:
         """Whether other tensors share the memory of the parameter, which is real."""
         parameter = self.parameter()
-        return parameter is not None and _shares(local(parameter)) > _ALONE
+        return parameter is not None and sharers(local(parameter)) > _ALONE
 
     @property
     def nbytes(self) -> int:
@@ -101,8 +101,4 @@ class BuiltParameter:
         return 0 if parameter is None or self.is_mapped else local(parameter).numel() * self.dtype.itemsize
 
 
-def _shares(tensor: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-_ALONE = _shares(nn.Parameter(torch.zeros(1, device="cpu")))
+_ALONE = sharers(nn.Parameter(torch.zeros(1, device="cpu")))

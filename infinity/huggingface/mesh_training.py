@@ -42,15 +42,15 @@ def train_on_mesh(model: nn.Module, args: Any) -> None:
     if ordinary or engine_of_model(model).config.sequence_parallel > 1:
         what = f"{ordinary[0]}, which was not built inside Init," if ordinary else "sequence_parallel"
         raise UnsupportedError(
-            f"the Trainer with {what} beside weights that are divided over a mesh: not done. Build all that "
-            "trains inside Init, and whole sequences on each rank; or write the loop, as in examples/mesh.py"
+            f"the Trainer does not train {what} with weights that are divided over a mesh. Build all that is "
+            "trained inside Init, and give each rank whole sequences; or write a loop: examples/mesh.py"
         )
     if trainer is not None:
         _MeshTraining(trainer)
 
 
 def _check_arguments(args: Any) -> None:
-    """See that the settings of a Trainer go with ranks of which some have the same batches.
+    """Check that the settings of a Trainer suit ranks some of which are given the same batches.
 
     Raises: UnsupportedError.
     """
@@ -62,7 +62,7 @@ def _check_arguments(args: Any) -> None:
         (
             "eval_use_gather_object=True",
             args.eval_use_gather_object,
-            "objects are not counted once for a row",
+            "gathered objects cannot be reduced to one for each batch",
         ),
         (
             "save_only_model=True",
@@ -72,7 +72,7 @@ def _check_arguments(args: Any) -> None:
         (
             "average_tokens_across_devices=False",
             apart,
-            "the Trainer divides a rank's tokens by the ranks that have the same: its loss is too large then",
+            "the Trainer divides a rank's tokens by the ranks with the same batch: the loss is too large",
         ),
         (
             'train_sampling_strategy="batch_rebalance"',
@@ -82,7 +82,7 @@ def _check_arguments(args: Any) -> None:
         (
             f"include_num_input_tokens_seen={tokens!r}",
             tokens not in ("no", False),
-            "the Trainer would count the tokens of each rank that has the same batch",
+            "the Trainer would count a batch once for each rank that has it",
         ),
     ):
         if wanted:
@@ -92,7 +92,7 @@ def _check_arguments(args: Any) -> None:
 
 
 def check_on_mesh(model: nn.Module) -> None:
-    """See that a training that begins is of a Trainer that was made for a mesh, where the model is on one.
+    """Check, where the model is on a mesh, that the Trainer whose training begins was made for one.
 
     Raises: UnsupportedError where the Trainer did not have its callback when it was made.
     """

@@ -68,8 +68,8 @@ def tensor_parallel(model: nn.Module, mesh: Any) -> nn.Module:
 def hold_own_heads(model: Any, size: int) -> None:
     """Have static caches that are made ahead, as for a prompt in chunks, hold the heads of this rank alone.
 
-    transformers asks `_tp_size`, which it sets where it has divided a model itself. It cannot stay set: to a
-    Trainer it says that all that the model is on is such a mesh.
+    transformers reads `_tp_size`, which it sets on models that it has divided itself. It is set for this call
+    alone: a Trainer takes it to mean that all ranks of the model divide its layers.
     """
     usual = getattr(model, "_get_static_cache_init_shape", None)
     if usual is None:  # of a transformers that makes none ahead

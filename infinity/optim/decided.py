@@ -1,10 +1,10 @@
-"""Which units have updates that earlier steps decided, and which of these cannot wait until a step decides
-more.
+"""Which units have updates that earlier steps decided, and which of these updates have to be applied before
+the next step decides its own.
 
-An update may wait for the next use of its unit; see [Note: missed steps] in base. Of many slices thousands
-wait so after each step. One that was decided with its gradient in the record, and without missed steps before
-it, may wait as long as its slice may miss steps. That is known to the slice's stack, so that it is not looked
-at here; see [Note: steps of a stack] in missed.
+An update may wait for the next use of its unit; see [Note: missed steps] in base. After a step over many
+slices thousands of updates wait. An update whose gradient lies in the record, and before which its slice has
+missed no steps, may wait for as long as the slice may miss steps. The slice's stack keeps that count, so it
+is not looked at here; see [Note: steps of a stack] in missed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class DecidedUpdates:
     def __init__(self) -> None:
         """There are none."""
         self._units: dict[Unit, float] = {}
-        """With the most steps with gradients of zeros of any update that was decided: see `_misses`."""
+        """Each with the most steps of zero gradients that any of its updates includes: see `_misses`."""
 
     def __contains__(self, unit: object) -> bool:
         """Whether updates that were decided may be pending for a unit."""
@@ -45,9 +45,10 @@ class DecidedUpdates:
     def that_cannot_wait(
         self, busy: Iterable[Unit], begin: Iterable[Unit], overdue: Iterable[Unit]
     ) -> list[Unit]:
-        """Begin a step; return the units whose updates have to be applied before its own, in order: ranks may
-        orthogonalize. busy: units for which it decides others. begin: those of slices that begin to miss
-        steps. overdue: those of slices that may miss no further one.
+        """Begin a step; return the units whose pending updates have to be applied before its own, in the
+        order of their numbers, since ranks may orthogonalize. busy: units for which the step decides further
+        updates. begin: units of slices that begin to miss steps. overdue: units of slices that may
+        miss no further step.
         """
         decided, anew = self._units, set(busy)
         looked_at = {*overdue, *(set(begin) - decided.keys())}
@@ -67,12 +68,12 @@ class DecidedUpdates:
 
 
 def _misses(update: Update) -> float:
-    """Return the steps with gradients of zeros that an update has; infinity where it may not wait at all."""
+    """Return the steps of zero gradients that an update includes; infinity where it may not wait at all."""
     return update.misses if update.may_miss else math.inf
 
 
 def _most(updates: Iterable[Update], known: dict[int, tuple[Update, float]]) -> float:
-    """Return the most steps of any of these. known: by id() of an update, what was found."""
+    """Return the most such steps of any of these updates. known: what was found, by an update's id()."""
     most = 0.0
     for one in updates:
         if id(one) not in known:

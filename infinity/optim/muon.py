@@ -105,8 +105,8 @@ class Muon(OffloadedOptimizer):
         if wrong:
             kind = "Muon" if uses_muon else "AdamW"
             raise ValueError(
-                f"a param group with use_muon={uses_muon} has {', '.join(wrong)}, which {kind} has not: "
-                "leave it out, or give the parameters to the other kind of group"
+                f"a param group with use_muon={uses_muon} has {', '.join(wrong)}, which {kind} does not "
+                "have: leave it out, or put the parameters into a group of the other kind"
             )
         group = {**({} if uses_muon else _ADAMW), **param_group, "use_muon": uses_muon}
         if uses_muon:

@@ -28,23 +28,23 @@ _KEPT = 0.5
 
 
 class Admission:
-    """Decides for the slices of one model, whose uses are counted elsewhere."""
+    """Decides which slices of one model have a place in host memory; their uses are counted elsewhere."""
 
     def __init__(self, expected: Frequencies) -> None:
         """expected: of a step, or of a round."""
         self._expected = expected
         self._lowest = 0.0
-        """Uses of the slice that has a place and is used least, as they are expected of a step."""
+        """Uses a step that are expected of the least used slice that has a place."""
         self._more: Booleans | None = None
         self._steps = 0
-        """Which units are expected more, each, and after which step that was found."""
+        """Which units are expected to be used more than that, and the step after which this was found."""
         self._asked_nbytes = 0
         self._average_nbytes, self._weight = 0.0, 0.0
         self._placed_nbytes = 0
 
     def expects_more(self, units: Integers) -> Booleans:
-        """Return whether slices that are about to be used are expected more, each, than the one with a place
-        that is used least.
+        """Return for each of these slices, which are about to be used, whether it is expected to be used more
+        than the least used slice that has a place.
         """
         if self._more is None or self._steps != self._expected.steps:  # once a step: layers and guesses ask
             self._more = self._expected.uses_with_another(WAVERING) > self._lowest
@@ -53,7 +53,7 @@ class Admission:
         return more
 
     def ask(self, nbytes: int) -> None:
-        """Count the bytes of a slice that is expected more, and asks for a place."""
+        """Count the bytes of a slice that is worth a place, and asks for one."""
         self._asked_nbytes += nbytes
 
     def wants(self, unit: int, nbytes: int) -> bool:
@@ -70,14 +70,15 @@ class Admission:
 
     @property
     def reserve_nbytes(self) -> int:
-        """Bytes to keep free for what comes into use."""
+        """Bytes to keep free for slices that come into use."""
         if not self._weight:
             return 0
         return min(round(RESERVED * self._average_nbytes / self._weight), self._placed_nbytes // 4)
 
     def close_step(self, placed: Integers, nbytes: Integers, free_nbytes: int) -> list[int]:
-        """Return which slices are to leave, now that a step, or a round, was counted. placed: the slices that
-        have a place, and the bytes of each. free_nbytes: what nothing has.
+        """Return the slices that are to leave, when the uses of a step or a round have been counted.
+
+        placed: the slices that have a place; nbytes: the bytes of each. free_nbytes: bytes that no slice has.
         """
         self._more = None
         self._average_nbytes = self._average_nbytes * _KEPT + self._asked_nbytes

@@ -1,4 +1,4 @@
-"""What of many fields is kept in host memory, by arrays: the densest that fit. Pure: no torch, no I/O.
+"""Which of many fields are kept in host memory: the densest that fit, by arrays. Pure: no torch, no I/O.
 
 [Note: many slices]
 Of 100,000 slices of experts or embeddings each revision ranks 400,000 fields. One after the other, in Python,
@@ -6,10 +6,10 @@ that took 80 us of a CPU for each slice; as columns of numbers, 0.4 us: with the
 slice and step, under a hundredth of a step of so many (`python -m infinity.bench.planning.choosing`).
 What is decided is the same, to the bit: rounded as Python rounds, and equals in the same order.
 
-Most of these have no chance, and a step uses few. So an engine first ranks the fields of the units alone that
-are used most, some times as many as have room, and those that are placed. Where all that is taken of these is
-denser than what was left out, and what is left of the room is less than any of that takes, to rank all would
-decide the same (`leave_none_out`); else all are ranked.
+Most of these fields have no chance of a place, since a step uses few. So an engine first ranks only those of
+the units that are used most, several times as many as have room, and those that are placed. Where every
+field taken of these is denser than all that were left out, and the rest of the room is smaller than each of
+those, ranking all fields would decide the same (`leave_none_out`); otherwise all are ranked.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FieldColumns:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What is known of fields that columns leave out: none is placed, or denser, or takes fewer bytes."""
+    """Bounds on the fields that the columns leave out: none is placed, denser than this, or smaller."""
 
     density: float
     nbytes: int

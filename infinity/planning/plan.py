@@ -41,7 +41,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from infinity.planning.trace import Phase, Trace, Use
+from infinity.planning.trace import Trace, Use
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,39 +74,10 @@ class Plan:
     """Units that are on an accelerator before the first use, and stay there."""
 
     def __str__(self) -> str:
-        """One line a use; `Plan.parse` reads it back."""
+        """One line a use."""
         opening = "open" + (" fetch " + " ".join(map(str, self.opening)) if self.opening else "")
         opening += " device " + " ".join(map(str, self.lodged)) if self.lodged else ""
         return "\n".join([opening, *map(str, self.steps)])
-
-    @classmethod
-    def parse(cls, text: str) -> Plan:
-        """Read what `str(plan)` wrote.
-
-        Raises: ValueError with the line that is no step.
-        """
-        lines = text.strip().splitlines()
-        if not lines or lines[0].split()[0] != "open":
-            raise ValueError("a plan begins with a line 'open'")
-        opening, _, lodged = lines[0].partition(" device ")
-        steps = tuple(_parse_step(line) for line in lines[1:])
-        return cls(_fetches(opening), steps, tuple(map(int, lodged.split())))
-
-
-def _fetches(line: str) -> tuple[int, ...]:
-    words = line.split()
-    if "fetch" not in words:
-        return ()
-    return tuple(int(word) for word in words[words.index("fetch") + 1 :] if word != "keep")
-
-
-def _parse_step(line: str) -> PlanStep:
-    name = line.split(maxsplit=1)[0]
-    try:
-        use = Use(Phase(name[0]), int(name[1:]))
-        return PlanStep(use, _fetches(line), line.rsplit(maxsplit=1)[-1] == "keep")
-    except ValueError as error:
-        raise ValueError(f"no step of a plan: {line!r}") from error
 
 
 def make_plan(

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from infinity import kernels
+from infinity.planning.coded import coded_nbytes, scales_nbytes
 from infinity.records.update_rules import (
     ADAM_STATE,
     ADAMW,
@@ -47,14 +48,9 @@ def all_worker_fields(workers: int) -> tuple[str, ...]:
 # The codec, at one bit
 
 
-def scales_nbytes(numel: int) -> int:
-    """Return the bytes of the scales of so many elements of a share."""
-    return 4 * -(-numel // BLOCK)
-
-
 def row_nbytes(numels: Iterable[int]) -> int:
     """Return the bytes of shares of so many elements, one behind the other."""
-    return sum(scales_nbytes(one) + -(-one // 8) for one in numels)
+    return sum(coded_nbytes(one, 1) for one in numels)
 
 
 def send(

@@ -78,8 +78,8 @@ def whole_mask(
     for tensor in _tensors(mask_function):
         if tensor.ndim > 1:
             raise UnsupportedError(
-                f"the model's mask depends on a tensor of {tuple(tensor.shape)} with something of each token "
-                "of this rank (blocks of images, custom masks): it cannot be built for the tokens of all "
+                f"the model's mask depends on a tensor of {tuple(tensor.shape)} that describes each token of "
+                "this rank (blocks of images, custom masks), so it cannot be built for the tokens of all "
                 "ranks"
             )
     if sequence.positions is not None:

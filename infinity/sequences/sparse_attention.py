@@ -64,8 +64,8 @@ class SparseAttention:
         inner = implementation or self._before
         if inner not in INNER:
             raise UnsupportedError(
-                f"{type(model).__name__} has attn_implementation={inner!r}, below which no mask of blocks "
-                f"can be put; choose one of {', '.join(map(repr, INNER))}: SparseAttention(..., "
+                f"{type(model).__name__} has attn_implementation={inner!r}, which takes no mask of blocks; "
+                f"choose one of {', '.join(map(repr, INNER))}: SparseAttention(..., "
                 'implementation="sdpa")'
             )
         if inner == "flex_attention" and self.layout.different_layout_per_head:

@@ -64,9 +64,9 @@ class CheckpointFile:
             nbytes, modified_ns = self._seen()
         except OSError as error:  # ESTALE: another machine has removed it from what both have mounted
             raise CorruptionError(
-                f"{self.path} is gone while weights are read from it: {error.strerror}. Its filesystem is "
-                "that of another machine, or was unmounted. Load the model again, and leave its files alone "
-                "while it is in use."
+                f"{self.path} is gone while weights are read from it: {error.strerror}. Likely cause: "
+                "another machine removed it, or its filesystem was unmounted. Load the model again, and "
+                "leave its files alone while it is in use."
             ) from error
         if (nbytes, modified_ns) != (self.nbytes, self.modified_ns):
             raise CorruptionError(

@@ -102,9 +102,9 @@ class AllFields:
     def likely(
         self, expected: Frequencies, placed: Mapping[Key, object], room_nbytes: int
     ) -> tuple[list[Key], FieldColumns, Rest] | None:
-        """Return, of many units, the fields of those that are used and updated most, some times more than
-        have room, and all that are placed; with what is known of the others. None where there are not that
-        many.
+        """Return the fields of the units that are used and updated most, several times as many as have room,
+        and all fields that are placed; and bounds on the fields left out. None where the model has too few
+        units for that to leave any out.
         """
         count = len(self._units)
         some = _LEAST_LIKELY + _LIKELY * count * room_nbytes // max(1, int(self.nbytes.sum()))

@@ -20,6 +20,7 @@ from torch import nn
 from infinity.ranks.group import Ranks
 from infinity.ranks.shared_memory import PAGE, SharedMemory, is_zeros, let_be_zeros, open_shared
 from infinity.sizes import round_up
+from infinity.tensors import sharers
 
 LEAST_NBYTES = 1 << 20
 """Smaller buffers stay as they are."""
@@ -156,9 +157,4 @@ def _is_alone(places: _Places) -> bool:
         if sys.getrefcount(buffer._base) - 1 > 1:  # noqa: SLF001
             return False
         base = 1
-    return _shares(buffer) == _shares(torch.empty(1, device="cpu")) + base
-
-
-def _shares(tensor: torch.Tensor) -> int:
-    """Return how many tensors share the storage of one."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    return sharers(buffer) == sharers(torch.empty(1, device="cpu")) + base

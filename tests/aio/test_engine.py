@@ -14,40 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aio_cases import PIECE, open_or_skip, random_memory
 from covers import examples
 from infinity import aio
 from infinity.aio import faults
 
 pytestmark = pytest.mark.disk
-
-PIECE = 4 * aio.BLOCK  # small, so that small requests have several pieces
-
-
-def open_or_skip(folder, kind, **numbers):
-    try:
-        return aio.open_engine(folder, kind, **{"piece_nbytes": PIECE, "depth": 8, "threads": 4, **numbers})
-    except aio.EngineUnavailableError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(params=aio.KINDS)
-def engine(request, folder):
-    with open_or_skip(folder, request.param) as engine:
-        yield engine
-
-
-@pytest.fixture
-def file(engine, folder):
-    with engine.open_nameless(folder) as file:
-        file.allocate(0, 64 * PIECE)
-        yield file
-
-
-def random_memory(nbytes, seed=0):
-    memory = aio.AlignedMemory(nbytes)
-    memory.view[:] = random.Random(seed).randbytes(nbytes)
-    return memory
-
 
 # Right bytes
 

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+import aio_cases
+from aio_cases import PIECE, open_or_skip
 from infinity import aio
 from infinity.aio import faults
 
 pytestmark = pytest.mark.disk
 
-PIECE = 4 * aio.BLOCK
 REQUEST = 3 * PIECE  # three pieces
 REQUESTS = 3
 ATTEMPTS = REQUESTS * 3  # of an undisturbed pass
@@ -24,11 +25,7 @@ ATTEMPTS = REQUESTS * 3  # of an undisturbed pass
 
 @pytest.fixture(params=aio.KINDS)
 def engine(request, folder):
-    try:
-        engine = aio.open_engine(folder, request.param, piece_nbytes=PIECE, depth=4, threads=3)
-    except aio.EngineUnavailableError as error:
-        pytest.skip(str(error))
-    with engine:
+    with open_or_skip(folder, request.param, depth=4, threads=3) as engine:
         yield engine
 
 
@@ -40,9 +37,7 @@ def file(engine, folder):
 
 
 def random_memory(seed):
-    memory = aio.AlignedMemory(REQUESTS * REQUEST)
-    memory.view[:] = random.Random(seed).randbytes(len(memory))
-    return memory
+    return aio_cases.random_memory(REQUESTS * REQUEST, seed)
 
 
 def run_pass(start, file, memory):

@@ -5,44 +5,15 @@ Trusts the file system under `folder`.  Kernels without O_TMPFILE or fallocate a
 
 import errno
 import os
-import random
 import stat
 
 import pytest
 
+from aio_cases import PIECE, open_or_skip, random_memory
 from infinity import aio
 from mounts import mounted, root
 
 pytestmark = pytest.mark.disk
-
-PIECE = 4 * aio.BLOCK
-
-
-def open_or_skip(folder, kind):
-    try:
-        return aio.open_engine(folder, kind, piece_nbytes=PIECE, depth=8, threads=4)
-    except aio.EngineUnavailableError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(params=aio.KINDS)
-def engine(request, folder):
-    with open_or_skip(folder, request.param) as engine:
-        yield engine
-
-
-@pytest.fixture
-def file(engine, folder):
-    with engine.open_nameless(folder) as file:
-        file.allocate(0, 64 * PIECE)
-        yield file
-
-
-def random_memory(nbytes):
-    memory = aio.AlignedMemory(nbytes)
-    memory.view[:] = random.Random(0).randbytes(nbytes)
-    return memory
-
 
 # Opening
 

@@ -1,51 +1,30 @@
 """Memory whose pages a ring holds. Trusts the file system under `folder`; a limit is a process's own."""
 
-import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from aio_cases import PIECE, open_or_skip, random_memory
 from infinity import aio
 from infinity.aio import faults
 
 pytestmark = pytest.mark.disk
 
-PIECE = 4 * aio.BLOCK
 NBYTES = 32 * PIECE
-
-
-def open_or_skip(folder, kind="io_uring"):
-    try:
-        return aio.open_engine(folder, kind, piece_nbytes=PIECE, depth=8, threads=4)
-    except aio.EngineUnavailableError as error:
-        pytest.skip(str(error))
-
-
-def random_memory(seed=0):
-    memory = aio.AlignedMemory(NBYTES)
-    memory.view[:] = random.Random(seed).randbytes(NBYTES)
-    return memory
 
 
 @pytest.fixture
 def engine(folder):
-    with open_or_skip(folder) as engine:
+    with open_or_skip(folder, "io_uring") as engine:
         yield engine
-
-
-@pytest.fixture
-def file(engine, folder):
-    with engine.open_nameless(folder) as file:
-        file.allocate(0, NBYTES)
-        yield file
 
 
 @pytest.fixture
 def memory(engine):
     """Memory of which the middle is registered, with all kinds of neighbours."""
-    memory = random_memory()
+    memory = random_memory(NBYTES)
     engine.register(memory.address + 8 * PIECE, 16 * PIECE, memory)
     if not engine.registered_nbytes:
         pytest.skip(engine.reason)
@@ -116,7 +95,7 @@ def test_memory_is_registered_once_and_the_reason_tells(engine, memory):
 
 def test_requests_in_flight_do_not_hold_it_up(engine, file):
     """The kernel must not wait for them first, the read that wakes the ring's thread among them."""
-    memory = random_memory()
+    memory = random_memory(NBYTES)
     faults.inject(engine, 1, faults.DELAY)
     write = engine.write(file, 0, memory.address, PIECE)
     engine.register(memory.address, NBYTES, memory)
@@ -126,7 +105,7 @@ def test_requests_in_flight_do_not_hold_it_up(engine, file):
 
 @pytest.mark.parametrize("kind", ["threads", "buffered"])
 def test_other_engines_have_no_use_for_it(folder, kind):
-    memory = random_memory()
+    memory = random_memory(NBYTES)
     with open_or_skip(folder, kind) as engine:
         before = engine.reason
         engine.register(memory.address, NBYTES, memory)
@@ -160,7 +139,7 @@ print(engine.reason)
 
 
 def test_a_limit_on_locked_memory_costs_the_saving_and_nothing_else(folder):
-    open_or_skip(folder).close()
+    open_or_skip(folder, "io_uring").close()
     package = Path(aio.__file__).parent.parent
     folder.chmod(0o777)
     command = [sys.executable, "-W", "error", "-c", LIMITED, str(package), str(folder)]

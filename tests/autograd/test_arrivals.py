@@ -21,20 +21,12 @@ from parity import (
     gradients,
     halves,
     optimizers,
-    repeatable,
     resident,
     total,
     train,
 )
 
-pytestmark = pytest.mark.disk
-
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
-
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("deterministic")]
 
 PLACES = ["in memory", "on disk"]
 

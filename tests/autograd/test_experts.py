@@ -18,21 +18,11 @@ from infinity.optim import missed as optim
 from infinity.records.record import Record
 from infinity.reference import ReferenceAdamW, prepare
 
-pytestmark = pytest.mark.disk
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("deterministic")]
 
 TOKENS = 256
 EXPERTS = 8
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
-
-
-@pytest.fixture(autouse=True)
-def repeatable():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(mode=True)
-    yield
-    torch.use_deterministic_algorithms(mode=False)
-    torch.set_num_threads(threads)
 
 
 class Expert(nn.Module):

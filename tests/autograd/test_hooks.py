@@ -11,18 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from covers import matrix
-from parity import Wrap, build_both, compare, halves, repeatable, resident, tokens, total
+from parity import Wrap, build_both, compare, halves, resident, tokens, total
 
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
-
-
-@pytest.fixture(params=["in memory", pytest.param("on disk", marks=pytest.mark.disk)])
-def nvme(request):
-    return None if request.param == "in memory" else request.getfixturevalue("folder")
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 @dataclasses.dataclass

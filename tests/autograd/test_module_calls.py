@@ -10,17 +10,14 @@ from torch.utils import _pytree as pytree
 
 import infinity
 from infinity import UnsupportedError
-from parity import differences, gradients, nothing_waits, repeatable, resident
+from parity import differences, gradients, nothing_waits, resident
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's jvp scripts
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),  # torch's jvp scripts
+    pytest.mark.usefixtures("deterministic"),
+]
 
 X = torch.linspace(-1, 1, 24).view(3, 2, 4)
-
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
 
 
 def plain():

@@ -20,15 +20,9 @@ from infinity.checkpoint import writer as checkpoint_writer
 from infinity.checkpoint.save_load import checkpoint_files, load, save
 from infinity.engine.engine import engine_of
 from infinity.storage.manifest import CheckpointError
-from parity import differences, repeatable
+from parity import differences
 
-pytestmark = pytest.mark.disk
-
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("deterministic")]
 
 
 def start(name="llama", seed=0, host_memory="64MiB", update="forward", **init):
@@ -44,16 +38,8 @@ def start(name="llama", seed=0, host_memory="64MiB", update="forward", **init):
 def go_on(training, first, last):
     """Train steps first to last; return their losses."""
     model, optimizer, scheduler = training
-    losses = []
-    for number in range(first, last):
-        ids = models.batch(number)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    steps = {"first": first, "ids_of": models.by_number}
+    return models.train(model, optimizer, last - first, schedule=scheduler, **steps)
 
 
 def state(training):

@@ -15,15 +15,8 @@ from infinity import AdamW, Init
 from infinity.checkpoint.export import export_checkpoint
 from infinity.checkpoint.save_load import read_manifest
 from infinity.engine.engine import engine_of_model
-from parity import repeatable
 
-pytestmark = pytest.mark.disk
-
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("deterministic")]
 
 
 def built(folder, experts, name="mixtral", **settings):
@@ -34,15 +27,10 @@ def built(folder, experts, name="mixtral", **settings):
 
 
 def train(model, optimizer, steps, first=0):
-    losses = []
-    for step in range(first, first + steps):
-        ids = models.batch(step, rows=1, length=5)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    few = {"rows": 1, "length": 5}
+    return models.train(
+        model, optimizer, steps, first=first, ids_of=lambda step, _: models.batch(step, **few)
+    )
 
 
 def moments(model, optimizer):

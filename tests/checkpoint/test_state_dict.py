@@ -11,19 +11,9 @@ import infinity
 from infinity import HostMemoryError, UnsupportedError
 from infinity.engine.engine import engine_of
 from infinity.ranks import machine_memory
-from parity import build_both, differences, engine_in, halves, optimizers, repeatable, resident, tokens, train
+from parity import build_both, differences, engine_in, halves, optimizers, resident, tokens, train
 
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
-
-
-@pytest.fixture(params=["in memory", pytest.param("on disk", marks=pytest.mark.disk)])
-def nvme(request):
-    return None if request.param == "in memory" else request.getfixturevalue("folder")
-
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 X = halves(3, 8)
 

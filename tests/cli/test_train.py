@@ -33,15 +33,6 @@ SMALL = Preset(layers=2, hidden=64, intermediate=192, heads=1)
 """0.14 M parameters, a state of 1.6 MiB: what "1m" stands for where its size and learning do not matter."""
 
 
-@pytest.fixture
-def one_thread():
-    """torch repeats its own bits at the same number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True)
 def text_found_once(monkeypatch):
     """The standard library's 2,000 files are looked through once for all trainings."""

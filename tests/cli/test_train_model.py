@@ -47,15 +47,6 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def one_thread():
-    """torch repeats its own bits at the same number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
 def base(tmp_path) -> Path:
     """A folder with the weights of a Llama, and a tokenizer."""
     torch.manual_seed(0)

@@ -10,8 +10,6 @@ from torch import nn
 
 import simulated_tiers
 from infinity import AdamW, Config, Init, gathered, stats
-from infinity.device.device import AcceleratorDevice
-from infinity.engine import engine as engine_module
 from infinity.engine.engine import engine_of_model
 from infinity.errors import DeviceMemoryError
 from infinity.optim import ownership
@@ -23,7 +21,7 @@ from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import clip_grad_norm_ as reference_clip
 from infinity.units import device_updates
 from infinity.units.device_tier import lives_on_device
-from streams import LateStreams
+from streams import compute_late
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("impatient")]
 
@@ -57,10 +55,7 @@ def test_what_is_not_in_use_is_for_units_that_wait_and_live_there():
 
 @pytest.fixture
 def late(monkeypatch):
-    streams = LateStreams()
-    device = AcceleratorDevice(torch.device("cpu"), streams)
-    monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
-    return streams
+    return compute_late(monkeypatch)
 
 
 def built(folder):

@@ -17,14 +17,12 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 import models
 from covers import matrix
-from infinity.device.device import AcceleratorDevice
-from infinity.engine import engine as engine_module
 from infinity.engine.engine import engine_of_model
 from infinity.lane import lane as lanes
 from infinity.lane.lane import StreamLane
 from infinity.planning.queue import PassProgress, Queue
 from infinity.planning.residence import Residence
-from streams import LateStreams
+from streams import LateStreams, compute_late
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("impatient", "repeatable")]
 
@@ -33,10 +31,7 @@ SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 
 @pytest.fixture
 def late(monkeypatch):
-    streams = LateStreams()
-    device = AcceleratorDevice(torch.device("cpu"), streams)
-    monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
-    streams.free = 256 << 10  # twice a device_memory in which few records live
+    streams = compute_late(monkeypatch, 256 << 10)  # twice a device_memory in which few records live
     # These copies end no sooner than the lane waits for them: what it waits before that is nothing but time.
     monkeypatch.setattr(lanes, "_PATIENCE_S", 0.005)
     return streams

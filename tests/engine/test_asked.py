@@ -93,13 +93,8 @@ def both(how, dtype=torch.float32, *, config="bf16", window=None, waits=False, *
 
 
 HOWS = [
-    "dtype=",
-    "layer.to(dtype)",
-    "layer.float()",
-    "nn.Parameter(p.to(dtype))",
-    "p.data = p.data.to(dtype)",
-    "a deepcopy",
-    "as another",
+    *("dtype=", "layer.to(dtype)", "layer.float()", "nn.Parameter(p.to(dtype))"),
+    *("p.data = p.data.to(dtype)", "a deepcopy", "as another"),
 ]
 
 

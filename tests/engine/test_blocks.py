@@ -14,15 +14,11 @@ from infinity.engine.blocks import UnitKind, blocks_of, by_settings
 from infinity.engine.built_parameter import BuiltParameter
 from infinity.engine.engine import engine_of_model
 from infinity.planning.layout import FP32
-from parity import compare, differences, repeatable
+from parity import compare, differences
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 def found(model, most_nbytes=1 << 20, units="block", *, nvme=True):

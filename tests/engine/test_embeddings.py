@@ -19,17 +19,10 @@ from infinity.engine.engine import engine_of_model
 from infinity.planning import tile_size
 from infinity.ranks import machine_memory
 from infinity.reference import ReferenceAdamW, prepare
-from parity import repeatable
 
-pytestmark = pytest.mark.disk
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("deterministic")]
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 ROWS, WIDTH = 4096, 64
-
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import json
 
 import pytest
 
+from answers import read_answers
 from infinity import ConfigError
 from infinity.config.sequence_ranks import check_expert_ranks, check_experts
 from launches import forked
@@ -49,7 +50,7 @@ def answers(tmp_path_factory):
         cases = [one for one in known if by_default is (ranks == 2 and one in BY_DEFAULT)]
         folder = tmp_path_factory.mktemp("experts")
         forked(ranks, SUPPORT / "expert_ranks_run.py", folder, *cases, RANKS_DISK=folder)
-        return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+        return read_answers(folder, ranks)
 
     def answer(ranks, case):
         given = [

@@ -12,15 +12,8 @@ import models
 import quantised
 from infinity import AdamW, Config, ConfigError, Init, reference
 from infinity.engine.engine import engine_of_model
-from parity import repeatable
 
-pytestmark = [pytest.mark.disk]
-
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("deterministic")]
 
 
 def saved(path, kind=transformers.LlamaForCausalLM, config=None):

@@ -10,15 +10,8 @@ import infinity
 import models
 from infinity import AdamW, Init
 from infinity.engine.engine import engine_of_model
-from parity import repeatable
 
-pytestmark = pytest.mark.disk
-
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("deterministic")]
 
 
 def read_by(model, call):

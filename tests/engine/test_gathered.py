@@ -14,22 +14,11 @@ from parity import (
     halves,
     nothing_waits,
     optimizers,
-    repeatable,
     resident,
     train,
 )
 
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
-
-
-@pytest.fixture(params=["in memory", pytest.param("on disk", marks=pytest.mark.disk)])
-def nvme(request):
-    return None if request.param == "in memory" else request.getfixturevalue("folder")
-
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 X = halves(3, 8)
 

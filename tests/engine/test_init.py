@@ -26,7 +26,6 @@ from parity import (
     halves,
     nothing_waits,
     optimizers,
-    repeatable,
     resident,
     tokens,
     total,
@@ -34,7 +33,11 @@ from parity import (
 )
 from places import ROOT
 
-pytestmark = [pytest.mark.disk, pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")]
+pytestmark = [
+    pytest.mark.disk,
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
+    pytest.mark.usefixtures("deterministic"),
+]
 transformers = pytest.importorskip("transformers")
 
 SIZES = {
@@ -44,13 +47,6 @@ SIZES = {
     "num_attention_heads": 4,
     "intermediate_size": 64,
 }
-
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
-
 
 USED = """if True:
     import torch, infinity

@@ -19,18 +19,12 @@ import models
 from infinity import AdamW, CorruptionError, Init, UnsupportedError, reference
 from infinity.engine.engine import engine_of_model
 from infinity.engine.origins import Origins
-from parity import differences, repeatable
+from parity import differences
 
-pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("three_layers")]
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("three_layers", "deterministic")]
 
 BF16 = torch.bfloat16
 _MAP_FIXED = 0x10  # of mmap(2), on Linux
-
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
 
 
 def saved(folder, name="llama", dtype=BF16, **options):

@@ -16,15 +16,9 @@ from infinity import AdamW, Init, TensorFileError, UnsupportedError, reference
 from infinity.engine import pretrained
 from infinity.engine.engine import engine_of, engine_of_model
 from infinity.engine.pretrained import Mapped, loading_in_order
-from parity import differences, repeatable
+from parity import differences
 
-pytestmark = pytest.mark.disk
-
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("deterministic")]
 
 
 def saved(name, folder, dtype):

@@ -17,18 +17,12 @@ from infinity import AdamW, CorruptionError, Init, UnsupportedError, reference
 from infinity.engine import quantized as loading
 from infinity.engine.engine import engine_of_model
 from infinity.engine.quantized import check_order, leaving_packed, say_activations_stay
-from parity import differences, repeatable
+from parity import differences
 
-pytestmark = [pytest.mark.disk]
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("deterministic")]
 
 auto = pytest.importorskip("transformers.quantizers.auto")
 pytest.importorskip("transformers.core_model_loading", reason="transformers 5 alone converts fp8 for a CPU")
-
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
 
 
 @pytest.fixture

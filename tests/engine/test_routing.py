@@ -19,18 +19,12 @@ from infinity.engine.engine import engine_of_model
 from infinity.errors import ConfigError
 from infinity.optim import missed as optim
 from infinity.planning import tile_size
-from infinity.reference import ReferenceAdamW, prepare
-from parity import repeatable
+from infinity.reference import ReferenceAdamW
+from parity import build_both
 
-pytestmark = pytest.mark.disk
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("deterministic")]
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 ROWS, WIDTH = 4096, 64
-
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
 
 
 def ids_of(number, length=6):
@@ -39,16 +33,8 @@ def ids_of(number, length=6):
 
 def train(model, optimizer, steps, *, first=0, accumulate=1, length=6):
     """Train on few tokens, so that each step routes to some experts only; return the losses."""
-    losses = []
-    for step in range(first, first + steps):
-        for micro in range(accumulate):
-            ids = ids_of(100 * step + micro, length)
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    few = {"ids_of": lambda step, micro: ids_of(100 * step + micro, length)}
+    return models.train(model, optimizer, steps, accumulate, first=first, **few)
 
 
 def slices_of(model):
@@ -375,12 +361,14 @@ class Lookup(nn.Module):
         return self.head(self.embed(ids)).float().square().sum()
 
 
+def lookups(folder, rows):
+    """Return a model in memory, and the same offloaded, whose embedding is in blocks of rows."""
+    settings = {"nvme": folder, "memory": "2MiB", "tile_above": "16KiB", "waits": True}
+    return build_both(lambda: Lookup(rows, 128), **settings)
+
+
 def test_rows_of_an_embedding_that_are_not_looked_up_are_neither_read_nor_written(folder):
-    torch.manual_seed(0)
-    plain = prepare(Lookup(4096, 128))
-    torch.manual_seed(0)
-    with Init(nvme=folder, host_memory="2MiB", tile_above="16KiB"):
-        ours = Lookup(4096, 128)
+    plain, ours = lookups(folder, 4096)
     pairs = (
         (plain, ReferenceAdamW(plain.parameters(), **SETTINGS)),
         (ours, AdamW(ours.parameters(), **SETTINGS)),
@@ -410,11 +398,7 @@ def test_rows_of_an_embedding_that_are_not_looked_up_are_neither_read_nor_writte
 
 @pytest.mark.parametrize("update", ["forward", "backward"])
 def test_a_gradient_that_is_assigned_to_rows_that_missed_steps_is_applied_behind_these(folder, update):
-    torch.manual_seed(0)
-    plain = prepare(Lookup(1024, 128))
-    torch.manual_seed(0)
-    with Init(nvme=folder, host_memory="2MiB", tile_above="16KiB"):
-        ours = Lookup(1024, 128)
+    plain, ours = lookups(folder, 1024)
     pairs = (
         (plain, ReferenceAdamW(plain.parameters(), **SETTINGS)),
         (ours, AdamW(ours.parameters(), **SETTINGS, update=update)),

@@ -8,10 +8,8 @@ from torch import nn
 
 import infinity
 from infinity import AdamW, Init, UnsupportedError, stats
-from infinity.device.device import AcceleratorDevice
-from infinity.engine import engine as engine_module
 from infinity.engine.engine import engine_of_model
-from streams import LateStreams
+from streams import compute_late
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
@@ -20,10 +18,7 @@ WIDTH = 64
 
 @pytest.fixture
 def late(monkeypatch):
-    streams = LateStreams()
-    streams.free = 64 << 20
-    device = AcceleratorDevice(torch.device("cpu"), streams)
-    monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
+    return compute_late(monkeypatch, 64 << 20)
 
 
 class Training:
@@ -54,8 +49,7 @@ def test_all_that_lives_there_leaves_and_training_goes_on_asleep_and_awake(folde
     plain.train(9)
     assert infinity.sleep(plain.model) == 0, "the CPU computes"
     expected = plain.values()
-    device = AcceleratorDevice(torch.device("cpu"), LateStreams())
-    monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
+    compute_late(monkeypatch)
     training = Training(folder)
     training.train(3)
     assert stats(training.model).device_nbytes > 0

@@ -10,19 +10,13 @@ from torch import nn
 
 import infinity
 import models
-from infinity import AdamW, Init
+from infinity import AdamW
 from infinity.engine.engine import engine_of_model
-from infinity.reference import ReferenceAdamW, prepare
-from parity import engine_in, repeatable
+from infinity.reference import ReferenceAdamW
+from parity import build_both, engine_in
 
-pytestmark = pytest.mark.disk
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("deterministic")]
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
-
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
 
 
 class Lookup(nn.Module):
@@ -37,11 +31,7 @@ class Lookup(nn.Module):
 @pytest.fixture
 def pairs(folder):
     """A plain model, and ours, whose embedding is in 32 blocks of rows; each with its optimizer."""
-    torch.manual_seed(0)
-    plain = prepare(Lookup())
-    torch.manual_seed(0)
-    with Init(nvme=folder, host_memory="2MiB", tile_above="16KiB"):
-        ours = Lookup()
+    plain, ours = build_both(Lookup, nvme=folder, memory="2MiB", tile_above="16KiB", waits=True)
     return (plain, ReferenceAdamW(plain.parameters(), **SETTINGS)), (
         ours,
         AdamW(ours.parameters(), **SETTINGS),

@@ -14,26 +14,9 @@ from infinity.planning.bottleneck import Load
 from parity import nothing_waits
 
 GROWING = {
-    "units",
-    "read_nbytes",
-    "written_nbytes",
-    "steps",
-    "plans",
-    "uses",
-    "hits",
-    "misses",
-    "divergences",
-    "stalls_s",
-    "lane_s",
-    "passes",
-    "exchanged_nbytes",
-    "shared_nbytes",
-    "collectives",
-    "placement_revisions",
-    "rounds",
-    "uploaded_nbytes",
-    "downloaded_nbytes",
-    "speculated",
+    *("units", "read_nbytes", "written_nbytes", "steps", "plans", "uses", "hits", "misses", "divergences"),
+    *("stalls_s", "lane_s", "passes", "exchanged_nbytes", "shared_nbytes", "collectives"),
+    *("placement_revisions", "rounds", "uploaded_nbytes", "downloaded_nbytes", "speculated"),
 }
 
 

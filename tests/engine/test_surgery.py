@@ -11,10 +11,9 @@ from torch import nn
 import surgery
 from covers import matrix
 from infinity import InfinityError
-from parity import repeatable
 from surgery import EQUAL, GATHERED, REFUSED, x
 
-pytestmark = pytest.mark.disk
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("deterministic")]
 
 METHODS = {
     "T_destination": "no method",
@@ -38,8 +37,8 @@ METHODS = {
 
 
 @pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable(), warnings.catch_warnings():
+def unwarned():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 

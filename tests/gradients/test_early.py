@@ -5,41 +5,28 @@ Faked: what is decided from times, where a test says so.
 import pytest
 import torch
 
+import deep
 import infinity
-from deep import LAYERS, WIDTH, Deep
+from deep import LAYERS, SETTINGS, WIDTH, Deep
 from infinity import AdamW, UnsupportedError, stats
 from infinity.engine.engine import engine_of_model
 from infinity.gradients import early
 from infinity.planning.split import HalfStep, UpdateSplit
 from infinity.reference import ReferenceAdamW
-from parity import assert_same_moments, build_both, differences, engine_in
+from parity import differences, engine_in
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
-SETTINGS = {"lr": 1e-3, "weight_decay": 0.1}
 HALF = UpdateSplit((2, 0), LAYERS, HalfStep(1.0, 0.5), HalfStep(2.0, 1.0))
 TOLD = "2 of 4 units in the backward; the disk is busy for 50% of the forward, 50% of the backward"
 
 
-class Both:
-    """A model offloaded, some of whose updates are early, and the same in memory, trained alike."""
+class Both(deep.Both):
+    """Both, some of whose updates are early where the model is offloaded."""
 
-    def __init__(self, folder, *, memory="1MiB", **settings):
-        self.plain, self.model = build_both(Deep, nvme=folder, memory=memory, waits=True)
-        settings = {**SETTINGS, **settings}
-        self.reference = ReferenceAdamW(self.plain.parameters(), **settings)
-        self.optimizer = AdamW(self.model.parameters(), update="auto", **settings)
-        self.engine = engine_in(self.model)
+    def __init__(self, folder, **settings):
+        super().__init__(folder, ours={"update": "auto"}, **settings)
         self.early = self.engine.arrivals.early
-
-    def __iter__(self):
-        yield self.model, self.optimizer
-        yield self.plain, self.reference
-
-    def backward(self, number):
-        for model, _ in self:
-            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(number)).bfloat16()
-            model(x).square().mean().backward()
 
     def step(self, number, between=lambda model, optimizer: None):
         self.backward(number)
@@ -47,9 +34,6 @@ class Both:
             between(model, optimizer)
             optimizer.step()
             optimizer.zero_grad()
-
-    def check(self):
-        assert_same_moments(self.model, self.optimizer, self.plain, self.reference)
 
 
 @pytest.fixture

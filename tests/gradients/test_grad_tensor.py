@@ -16,13 +16,9 @@ import infinity
 from covers import matrix
 from infinity import UnsupportedError
 from infinity.gradients.gradient import Form
-from parity import build_both, differences, engine_in, gradients, optimizers, repeatable
+from parity import build_both, differences, engine_in, gradients, optimizers
 
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 @pytest.fixture(params=["in memory", pytest.param("spilled", marks=pytest.mark.disk)])

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+import deep
 import infinity
 import models
-from deep import LAYERS, WIDTH, Deep
+from deep import LAYERS, SETTINGS, WIDTH, Deep
 from infinity import SGD, AdamW, Init, UnsupportedError, stats
 from infinity.aio import StorageFullError
 from infinity.gradients import early
@@ -20,34 +21,21 @@ from infinity.gradients.speculation import why_never
 from infinity.lane.lane import StreamLane
 from infinity.planning.split import HalfStep, UpdateSplit
 from infinity.reference import ReferenceAdamW, clip_grad_norm_, prepare
-from parity import assert_same_moments, build_both, differences, engine_in
+from parity import differences, engine_in
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
 UNITS = LAYERS
-SETTINGS = {"lr": 1e-3, "weight_decay": 0.1}
 NEVER = 1e9  # a norm that is never reached
 HI_PINNED = "2MiB"  # a budget with room for some of hi; that of the others has none
 
 
-class Both:
-    """A model offloaded, whose updates are made ahead, and the same in memory, trained alike."""
+class Both(deep.Both):
+    """Both, whose updates are made ahead where the model is offloaded."""
 
-    def __init__(self, folder, *, memory="1MiB", speculate=True, build=Deep, **settings):
-        self.plain, self.model = build_both(build, nvme=folder, memory=memory, waits=True)
-        settings = {**SETTINGS, **settings}
-        self.reference = ReferenceAdamW(self.plain.parameters(), **settings)
-        self.optimizer = AdamW(self.model.parameters(), speculate=speculate, **settings)
-        self.speculation = engine_in(self.model).speculation
-
-    def __iter__(self):
-        yield self.model, self.optimizer
-        yield self.plain, self.reference
-
-    def backward(self, number, factor=1.0):
-        for model, _ in self:
-            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(number)).bfloat16()
-            (model(x).square().mean() * factor).backward()
+    def __init__(self, folder, *, speculate=True, **settings):
+        super().__init__(folder, ours={"speculate": speculate}, **settings)
+        self.speculation = self.engine.speculation
 
     def step(self, number, factor=1.0):
         self.backward(number, factor)
@@ -61,9 +49,6 @@ class Both:
     @property
     def counts(self):
         return self.speculation.confirmed, self.speculation.dropped
-
-    def check(self):
-        assert_same_moments(self.model, self.optimizer, self.plain, self.reference)
 
 
 @pytest.fixture

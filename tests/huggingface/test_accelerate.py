@@ -3,7 +3,6 @@
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader
 
 import infinity
@@ -13,19 +12,9 @@ from infinity.reference import clip_grad_norm_ as reference_clip
 
 pytestmark = [
     pytest.mark.disk,
-    pytest.mark.usefixtures("repeatable"),
+    pytest.mark.usefixtures("fresh_accelerate", "repeatable"),
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    """Accelerate keeps its settings in the process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def train(model, optimizer, clip, mixed_precision):

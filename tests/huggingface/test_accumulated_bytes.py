@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from rich.console import Console
 from torch.utils.data import DataLoader
 
@@ -20,10 +19,12 @@ from infinity.cli.presets import PRESETS, Preset
 from infinity.cli.settings import TrainSettings
 from infinity.cli.train import train
 from infinity.huggingface import TrainerCallback, accumulate_by_block
+from trainers import QUIET
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.disk,
+    pytest.mark.usefixtures("fresh_accelerate"),
     pytest.mark.filterwarnings(
         "ignore:.*pin_memory.*:UserWarning", "ignore:.*lr_scheduler.step.*:UserWarning"
     ),
@@ -36,16 +37,6 @@ LIMITS = {"backward": 26.5, "forward": 30.5}
 Trainer that clips, two more for weights that are read for the update, and two for gradients that found no
 room.
 """
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    """Accelerate keeps its settings in the process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 class Moved:
@@ -91,10 +82,7 @@ def by_trainer(micro_batches, folder, update="backward"):
         per_device_train_batch_size=1,
         gradient_accumulation_steps=micro_batches,
         max_grad_norm=0.0 if update == "backward" else 1.0,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
+        **QUIET,
     )
     transformers.Trainer(
         model=model,

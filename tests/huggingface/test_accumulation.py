@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader
 
 import infinity
@@ -20,10 +19,11 @@ from infinity import UnsupportedError
 from infinity.engine.engine import engine_of_model
 from infinity.huggingface import TrainerCallback, accumulate_by_block
 from infinity.huggingface.accumulation import together
+from trainers import LOGGED
 
 pytestmark = [
     pytest.mark.disk,
-    pytest.mark.usefixtures("repeatable"),
+    pytest.mark.usefixtures("fresh_accelerate", "repeatable"),
     pytest.mark.filterwarnings(
         "ignore:.*pin_memory.*:UserWarning",
         "ignore:`(is_)?gradient_checkpointing.*` is deprecated:FutureWarning",
@@ -34,16 +34,6 @@ pytestmark = [
 ]
 STEPS = 3
 ROWS = models.batch(0, rows=4 * STEPS * 2)
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    """Accelerate keeps its settings in the process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def build(folder, name="llama", dtype="bf16", host_memory="128KiB"):
@@ -64,13 +54,7 @@ def trainer_of(folder, callback, rows=ROWS, kind=transformers.Trainer, extra=Non
         output_dir=str(folder / "out"),
         max_steps=STEPS,
         per_device_train_batch_size=2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        seed=5,
-        **options,
+        **{**LOGGED, **options},
     )
     return kind(
         model=model,

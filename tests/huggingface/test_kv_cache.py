@@ -18,7 +18,6 @@ CONFIG = LlamaConfig(
     vocab_size=128,
 )
 IDS = torch.arange(24).reshape(2, 12) % 128
-KEYS_NBYTES = 2 * 2 * 2 * 16 * 2  # of a token: two of 2 sequences, 2 heads of 16, in 16 bits
 
 
 def model_of(folder, memory="16MiB"):

@@ -10,7 +10,7 @@ import quantised
 from covers import matrix
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare, rounded
-from trainers import HELD, ROWS, logged
+from trainers import HELD, QUIET, ROWS, logged
 
 peft = pytest.importorskip("peft")
 
@@ -49,16 +49,8 @@ def build(folder=None, seed=0):
 
 
 def train(model, optimizer, steps=4):
-    losses = []
     torch.manual_seed(11)  # of dropout
-    for number in range(steps):
-        ids = models.batch(number)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return models.train(model, optimizer, steps, ids_of=models.by_number)
 
 
 def trained(model):
@@ -299,11 +291,8 @@ def trainer_of(model, place, **options):
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-2,
+        **QUIET,
         "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
         **options,
     }
     ours = any(infinity.engine.engine.engine_of(one) for one in model.parameters())

@@ -18,7 +18,7 @@ from infinity import ConfigError, UnsupportedError
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.storage.manifest import CheckpointError
-from trainers import ADAM, HELD, ROWS, RecipeTrainer, build, logged
+from trainers import ADAM, CLIPPED, HELD, ROWS, RecipeTrainer, build, logged
 
 pytestmark = [
     pytest.mark.disk,
@@ -49,21 +49,7 @@ def environment():
 def trainer_of(model, folder, **options):
     """Return a Trainer of an offloaded model, or of a prepared one."""
     ours = any(infinity.engine.engine.engine_of(parameter) for parameter in model.parameters())
-    options = {
-        "max_steps": 6,
-        "per_device_train_batch_size": 2,
-        "max_grad_norm": 0.5,
-        "weight_decay": 0.1,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 5,
-        **options,
-    }
+    options = {**CLIPPED, "max_steps": 6, "per_device_train_batch_size": 2, **options}
     args = transformers.TrainingArguments(output_dir=str(folder / ("ours" if ours else "plain")), **options)
     kind = infinity.AdamW if ours else ReferenceAdamW
     return (transformers.Trainer if ours else RecipeTrainer)(

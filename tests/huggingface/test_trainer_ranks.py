@@ -6,13 +6,13 @@ One launch runs all that are no slow ones: starting processes costs more than th
 
 import functools
 import importlib.util
-import json
 
 import pytest
 import torch
 import transformers
 
 import infinity
+from answers import read_answers
 from launches import forked
 from places import SUPPORT
 from trainers import ADAM
@@ -32,7 +32,7 @@ def answers(tmp_path_factory):
     def all_of(*cases):
         folder = tmp_path_factory.mktemp("trainer")
         forked(2, SUPPORT / "trainer_ranks_run.py", folder, *cases, RANKS_DISK=folder)
-        return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+        return read_answers(folder, 2)
 
     def answer(case):
         both = all_of(*(SLOW if case in SLOW else CASES))

@@ -1,8 +1,7 @@
 """Trusted: torch's single fp32 operations round correctly, numpy-free views of bits. Faked: nothing."""
 
-# ruff: noqa: F811  (a fixture is imported, and then named as an argument)
-
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -11,16 +10,15 @@ from hypothesis import strategies as st
 
 from covers import examples
 from infinity import kernels, reference
-from kernel_cases import (  # noqa: F401  (fixtures)
+from kernel_cases import (
     bits,
     f32_of_bits,
-    isa,
     join,
     random_bits,
     same_on_any_threads,
     same_under_every_isa,
     scalars,
-    settings_are_put_back,
+    shifted,
     split,
 )
 
@@ -63,12 +61,7 @@ def test_a_finite_master_that_rounds_to_infinity_is_kept(isa):
 
 def every_operation(n, offset, seed):
     """Run each kernel on slices that start `offset` elements into their storage; return what each gave."""
-
-    def slice_of(tensor):
-        storage = torch.empty(n + offset, dtype=tensor.dtype)
-        storage[offset:] = tensor
-        return storage[offset:]
-
+    slice_of = partial(shifted, offset=offset)
     master, m, v, grad_f32 = (slice_of(random_bits(n, seed + i)) for i in range(4))
     v = bits(v).bitwise_and(0x7FFFFFFF).view(torch.float32) if seed % 2 else v
     grad_bf16 = slice_of(random_bits(n, seed + 4, torch.bfloat16))

@@ -9,9 +9,8 @@ import torch
 
 import infinity.reference.codes as reference
 from infinity import kernels
-from kernel_cases import bits, isa, random_bits, same_on_any_threads, settings_are_put_back
+from kernel_cases import bits, random_bits, same_on_any_threads
 
-__all__ = ["isa", "settings_are_put_back"]
 TYPES = {torch.bfloat16: "bf16", torch.float32: "f32", torch.float16: "f16"}
 
 

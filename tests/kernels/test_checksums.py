@@ -6,14 +6,15 @@ import xxhash
 
 from infinity import kernels
 from infinity.kernels import STRETCH_NUMEL, Checksums, Field
+from kernel_cases import small_adamw
 
 WORD = (1 << 64) - 1
 ADAMW = kernels.AdamWScalars(0.01, 0.9, 0.99, 1e-8, 0.1, 3, 0.5)
 SPLIT, MOMENTS = {"hi": 2, "lo": 2}, {"m": 4, "v": 4}
 STEPS = {
     "adamw": (kernels.adamw, {**SPLIT, **MOMENTS}, ADAMW, ()),
-    "bf16 moments": (kernels.adamw_bf16, {**SPLIT, "m": 2, "v": 2}, ADAMW, (7, 4)),
-    "int8 moments": (kernels.adamw_int8, {**SPLIT, "m": 1, "v": 1, "scale": 1 / 32}, ADAMW, (7, 4)),
+    "bf16 moments": (small_adamw("bf16"), {**SPLIT, "m": 2, "v": 2}, ADAMW, (7, 4)),
+    "int8 moments": (small_adamw("int8"), {**SPLIT, "m": 1, "v": 1, "scale": 1 / 32}, ADAMW, (7, 4)),
     "fp16 weights": (kernels.adamw_fp16, {"weight": 2, "master": 4, **MOMENTS}, ADAMW, ()),
     "fp32 weights": (kernels.adamw_fp32, {"weight": 4, **MOMENTS}, ADAMW, ()),
     "adam": (kernels.adam, {**SPLIT, **MOMENTS}, ADAMW, ()),

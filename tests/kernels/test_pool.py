@@ -19,10 +19,7 @@ N = 1 << 20
 
 @pytest.fixture(autouse=True)
 def _two_threads():
-    before = kernels.threads()
     kernels.set_threads(2)
-    yield
-    kernels.set_threads(before)
 
 
 def squares(grad):

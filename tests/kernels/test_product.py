@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 import infinity
 from infinity import kernels
 from infinity.kernels import Rows, UnsupportedIsaError
-from kernel_cases import settings_are_put_back
 
-__all__ = ["settings_are_put_back"]
 SIDES = st.integers(0, 70)
 ROWS = st.one_of(SIDES, st.sampled_from([511, 512, 513, 1030]))
 

@@ -1,30 +1,28 @@
 """Other records and other optimizers. Trusted: torch.optim, torch's casts, the AdamW step. Faked: nothing."""
 
-# ruff: noqa: F811  (a fixture is imported, and then named as an argument)
-
 import itertools
+from functools import partial
 
 import pytest
 import torch
 
 from infinity import kernels, reference
 from infinity.reference import steps as reference_steps
-from kernel_cases import (  # noqa: F401  (fixtures)
+from kernel_cases import (
+    GRADIENTS,
     addresses,
     bits,
-    f32_of_bits,
-    isa,
     join,
     random_bits,
     same_on_any_threads,
     same_under_every_isa,
     scalars,
-    settings_are_put_back,
+    scalars_of,
+    shifted,
     split,
 )
 
 SIZES = (0, 1, 7, 8, 9, 15, 16, 17, 33, 100, 16385)
-GRADIENTS = {"bf16": torch.bfloat16, "f32": torch.float32, "f16": torch.float16}
 KERNELS = {
     "adamw_fp16": kernels.adamw_fp16,
     "adamw_fp32": kernels.adamw_fp32,
@@ -51,17 +49,6 @@ CASES = [
     ("adagrad", {**ADAGRAD, "lr_decay": 0.0, "weight_decay": 0.0}),
     ("lion", LION),
 ]
-
-
-def settings(recipe, group, step, clip=1.0):
-    """Turn a param group, as torch.optim names its options, into the scalars of a kernel."""
-    group = dict(group)
-    if "betas" in group:
-        group["beta1"], group["beta2"] = group.pop("betas")
-    if recipe == "lion":
-        return kernels.LionScalars(**group, clip=clip)
-    kind = {"sgd": kernels.SGDScalars, "adagrad": kernels.AdagradScalars}.get(recipe, kernels.AdamWScalars)
-    return kind(**group, step=step, clip=clip)
 
 
 def moments_of(recipe):
@@ -101,19 +88,14 @@ def reference_step(recipe, p, moments, grad, clip, step, group):
 
 def every_operation(n, offset, seed):
     """Run each recipe on slices that start `offset` elements into their storage; return what each gave."""
-
-    def slice_of(tensor):
-        storage = torch.empty(n + offset, dtype=tensor.dtype)
-        storage[offset:] = tensor
-        return storage[offset:]
-
+    slice_of = partial(shifted, offset=offset)
     master, m, v = (random_bits(n, seed + i) for i in range(3))
     gradients = [random_bits(n, seed + 3), random_bits(n, seed + 4, torch.bfloat16)]
     gradients.append(gradients[1].view(torch.float16))
     results = {}
     for (number, (recipe, group)), grad, step in itertools.product(enumerate(CASES), gradients, (1, 2)):
         fields = [slice_of(field) for field in fields_of(recipe, master, (m, v))]
-        run(recipe, fields, slice_of(grad), settings(recipe, group, step, clip=0.3))
+        run(recipe, fields, slice_of(grad), scalars_of(recipe, group, step, clip=0.3))
         label = f"{number} {recipe} {grad.dtype} step {step}"
         results |= {f"{label} {i}": field for i, field in enumerate(fields)}
     return results
@@ -143,7 +125,7 @@ def test_each_recipe_equals_its_reference_bit_for_bit(isa, recipe, group, dtype)
             grad[::7] = torch.inf
             grad[3::7] = torch.nan
         reference_step(recipe, master, moments, grad, clip, step, group)
-        run(recipe, fields, grad, settings(recipe, group, step, clip.item()))
+        run(recipe, fields, grad, scalars_of(recipe, group, step, clip.item()))
         assert torch.equal(bits(master), bits(master_of(recipe, fields)))
         for expected, found in zip(reversed(moments), reversed(fields), strict=False):
             assert torch.equal(bits(expected), bits(found))
@@ -176,7 +158,7 @@ def test_masters_stay_within_a_few_ulps_of_torchs(recipe, group, theirs):
         grad = torch.randn(n, generator=generator) * 10.0 ** torch.randint(-6, 0, (n,), generator=generator)
         parameter.grad = grad
         optimizer.step()
-        run(recipe, fields, grad, settings(recipe, group, step))
+        run(recipe, fields, grad, scalars_of(recipe, group, step))
     moved = (parameter.detach() - start).abs().max()
     difference = (parameter.detach() - master_of(recipe, fields)).abs().max()
     assert moved > 1000 * ulp
@@ -191,7 +173,7 @@ def test_lion_moves_each_weight_by_lr_whichever_way_its_momentum_points(isa):
     p, m = start.double(), torch.zeros(n, dtype=torch.float64)
     for step in range(1, 21):
         grad = torch.randn(n, generator=generator)
-        run("lion", fields, grad, settings("lion", LION, step))
+        run("lion", fields, grad, scalars_of("lion", LION, step))
         update = 0.9 * m + 0.1 * grad.double()
         p = p - 1e-3 * (update.sign() + 0.1 * p)
         m = 0.99 * m + 0.01 * grad.double()
@@ -204,7 +186,7 @@ def test_fp16_weights_are_torchs_half_of_their_masters(isa):
     edges = [65504.0, 65519.99, 65520.0, -65520.0, 1e6, 2.0**-14, 2.0**-24, 2.0**-25, 2.0**-25 * 1.0001]
     edges += [-0.0, 2.0**-14 - 2.0**-26, 1 + 2.0**-11, 1 + 3 * 2.0**-11, torch.inf, torch.nan]
     master = torch.cat([random_bits(n, 3), random_bits(n, 4).sigmoid() * 2.0**-14, torch.tensor(edges)])
-    still = settings("adamw_fp16", {**ADAM, "lr": 0.0}, 1)
+    still = scalars_of("adamw_fp16", {**ADAM, "lr": 0.0}, 1)
     fields = fields_of("adamw_fp16", master, (torch.zeros(len(master)), torch.ones(len(master))))
     fields[0].zero_()
     run("adamw_fp16", fields, torch.zeros(len(master)), still)
@@ -222,7 +204,7 @@ def test_fp16_weights_larger_than_the_caches_are_halves_too_and_nothing_beside_t
     room = torch.full((n + 3 * beside,), 7.0, dtype=torch.float16)
     start = beside + (-room.data_ptr() % 64 + odd_nbytes) // 2
     fields[0] = room[start : start + n]
-    run("adamw_fp16", fields, torch.zeros(n), settings("adamw_fp16", {**ADAM, "lr": 0.0}, 1))
+    run("adamw_fp16", fields, torch.zeros(n), scalars_of("adamw_fp16", {**ADAM, "lr": 0.0}, 1))
     expected = reference.canonical_(master.clone())
     assert torch.equal(bits(expected), bits(fields[1]))
     assert torch.equal(bits(expected.half()), bits(fields[0]))
@@ -233,7 +215,7 @@ def test_fp16_weights_larger_than_the_caches_are_halves_too_and_nothing_beside_t
 def test_every_fp16_gradient_is_read_exactly(isa):
     grad = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
     fields = fields_of("sgd", torch.zeros(2**16), (torch.zeros(2**16),))
-    run("sgd", fields, grad, settings("sgd", {**SGD, "weight_decay": 0.0}, 1))
+    run("sgd", fields, grad, scalars_of("sgd", {**SGD, "weight_decay": 0.0}, 1))
     assert torch.equal(bits(reference.canonical_(grad.float())), bits(fields[2]))
 
 
@@ -242,8 +224,8 @@ def test_the_inverse_of_a_loss_scale_as_the_factor_undoes_it(isa):
     grad = torch.randn(n, generator=generator)
     plain = fields_of("adamw_fp16", torch.randn(n, generator=generator), (torch.zeros(n),) * 2)
     scaled = [field.clone() for field in plain]
-    run("adamw_fp16", plain, grad.half().float(), settings("adamw_fp16", ADAM, 1))
-    run("adamw_fp16", scaled, grad.half() * 1024, settings("adamw_fp16", ADAM, 1, clip=1 / 1024))
+    run("adamw_fp16", plain, grad.half().float(), scalars_of("adamw_fp16", ADAM, 1))
+    run("adamw_fp16", scaled, grad.half() * 1024, scalars_of("adamw_fp16", ADAM, 1, clip=1 / 1024))
     for expected, found in zip(plain, scaled, strict=True):
         assert torch.equal(bits(expected), bits(found))
 
@@ -254,19 +236,19 @@ def test_what_cannot_be_meant_is_refused_at_the_border():
     with pytest.raises(ValueError, match="master=0"):
         kernels.adamw_fp16(1, 8, 0, 8, 8, 8, "f16", scalars())
     with pytest.raises(ValueError, match="n=-1"):
-        kernels.lion(-1, 8, 8, 8, 8, "f32", settings("lion", LION, 1))
+        kernels.lion(-1, 8, 8, 8, 8, "f32", scalars_of("lion", LION, 1))
     with pytest.raises(ValueError, match=r"dampening=0\.1.*Nesterov"):
-        settings("sgd", {**SGD, "dampening": 0.1, "nesterov": True}, 1)
+        scalars_of("sgd", {**SGD, "dampening": 0.1, "nesterov": True}, 1)
     with pytest.raises(ValueError, match=r"dampening=0\.1, momentum=0\.0"):
-        settings("sgd", {**SGD, "dampening": 0.1, "momentum": 0.0}, 1)
+        scalars_of("sgd", {**SGD, "dampening": 0.1, "momentum": 0.0}, 1)
     with pytest.raises(ValueError, match="momentum=1"):
-        settings("sgd", {**SGD, "momentum": 1.0}, 1)
+        scalars_of("sgd", {**SGD, "momentum": 1.0}, 1)
     with pytest.raises(ValueError, match="lr_decay=-1"):
-        settings("adagrad", {**ADAGRAD, "lr_decay": -1.0}, 1)
+        scalars_of("adagrad", {**ADAGRAD, "lr_decay": -1.0}, 1)
     with pytest.raises(ValueError, match="step=0"):
-        settings("adagrad", ADAGRAD, 0)
+        scalars_of("adagrad", ADAGRAD, 0)
     with pytest.raises(ValueError, match="beta2=1"):
-        settings("lion", {**LION, "betas": (0.9, 1.0)}, 1)
+        scalars_of("lion", {**LION, "betas": (0.9, 1.0)}, 1)
 
 
 def halves(n, offset, seed):

@@ -13,12 +13,9 @@ import torch
 
 from infinity import kernels
 from infinity.reference import moments as reference_state
+from kernel_cases import addresses, small_adamw
 
 SIGMAS = 5
-
-
-def addresses(*tensors):
-    return [tensor.data_ptr() for tensor in tensors]
 
 
 def scalars(**changes):
@@ -40,8 +37,7 @@ class Weights:
         if self.state_dtype == "fp32":
             kernels.adamw(n, *fields, "f32", scalars(**changes))
         else:
-            run = {"bf16": kernels.adamw_bf16, "int8": kernels.adamw_int8}[self.state_dtype]
-            run(n, *fields, "f32", scalars(**changes), key, 0)
+            small_adamw(self.state_dtype)(n, *fields, "f32", scalars(**changes), key, 0)
 
     def round_to_nearest(self, state_dtype):
         """Take fp32 moments through bf16 or 8 bits and back, to nearest."""

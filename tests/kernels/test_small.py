@@ -1,7 +1,5 @@
 """Steps on small moments, of each optimizer on weights of each type. Trusted: reference. Faked: nothing."""
 
-# ruff: noqa: F811  (a fixture is imported, and then named as an argument)
-
 import itertools
 from functools import partial
 
@@ -11,20 +9,20 @@ import torch
 from infinity import kernels, reference
 from infinity.reference import moments as reference_state
 from infinity.reference import steps as reference_steps
-from kernel_cases import (  # noqa: F401  (fixtures)
+from kernel_cases import (
+    GRADIENTS,
     addresses,
     bits,
-    isa,
     join,
     random_bits,
     same_on_any_threads,
     same_under_every_isa,
-    settings_are_put_back,
+    scalars_of,
+    shifted,
     split,
 )
 
 KEY = kernels.state_key(seed=1, parameter=2, step=3)
-GRADIENTS = {"bf16": torch.bfloat16, "f32": torch.float32, "f16": torch.float16}
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 GROUPS = {
     "adamw": ADAM,
@@ -38,13 +36,7 @@ STATES += [("adamw", "int4"), ("adam", "int4")]
 
 
 def settings(recipe, step, clip):
-    group = dict(GROUPS[recipe])
-    if "betas" in group:
-        group["beta1"], group["beta2"] = group.pop("betas")
-    if recipe == "lion":
-        return kernels.LionScalars(**group, clip=clip)
-    kind = {"sgd": kernels.SGDScalars, "adagrad": kernels.AdagradScalars}.get(recipe, kernels.AdamWScalars)
-    return kind(**group, step=step, clip=clip)
+    return scalars_of(recipe, GROUPS[recipe], step, clip)
 
 
 def weights_of(weights, master):
@@ -128,12 +120,7 @@ def test_each_step_equals_its_reference_bit_for_bit(isa, recipe, state, weights,
 
 def every_operation(n, offset, seed):
     """Run each step on slices that start `offset` elements into their storage; return what each gave."""
-
-    def slice_of(tensor):
-        storage = torch.empty(len(tensor) + offset, dtype=tensor.dtype)
-        storage[offset:] = tensor
-        return storage[offset:]
-
+    slice_of = partial(shifted, offset=offset)
     master, wild = random_bits(n, seed), random_bits(n, seed + 1)
     calm = torch.randn(n, generator=torch.Generator().manual_seed(seed))
     results = {}

@@ -1,9 +1,8 @@
 """Bf16 and 8-bit moments. Trusted: the fp32 step (test_kernels.py), torch's integers. Faked: nothing."""
 
-# ruff: noqa: F811  (a fixture is imported, and then named as an argument)
-
 import itertools
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,17 @@ from infinity import kernels, reference
 from infinity.kernels import operations
 from infinity.planning import layout as shard
 from infinity.reference import moments as reference_state
-from kernel_cases import (  # noqa: F401  (fixtures)
+from kernel_cases import (
     addresses,
     bits,
     f32_of_bits,
-    isa,
     join,
     random_bits,
     same_on_any_threads,
     same_under_every_isa,
     scalars,
-    settings_are_put_back,
+    shifted,
+    small_adamw,
     split,
 )
 
@@ -65,7 +64,7 @@ def fresh(n, state_dtype):
 def step(fields, grad, key=KEY, first=0, **changes):
     """Run the step that the number and type of fields ask for."""
     dtype = "bf16" if grad.dtype == torch.bfloat16 else "f32"
-    run = kernels.adamw_int8 if len(fields) == 5 else kernels.adamw_bf16
+    run = small_adamw("int8" if len(fields) == 5 else "bf16")
     run(len(grad), *addresses(*fields, grad), dtype, scalars(**changes), key, first)
     return fields
 
@@ -78,12 +77,7 @@ def stored_as(values, state_dtype, key=KEY):
 
 def every_operation(n, offset, seed):
     """Run each kernel on slices that start `offset` elements into their storage; return what each gave."""
-
-    def slice_of(tensor):
-        storage = torch.empty(len(tensor) + offset, dtype=tensor.dtype)
-        storage[offset:] = tensor
-        return storage[offset:]
-
+    slice_of = partial(shifted, offset=offset)
     hi, lo = (slice_of(field) for field in split(random_bits(n, seed)))
     m, v, grad = (slice_of(random_bits(n, seed + i)) for i in (1, 2, 3))
     moderate = slice_of(torch.randn(n, generator=torch.Generator().manual_seed(seed)).exp())
@@ -354,14 +348,12 @@ def test_to_nearest_an_m_of_half_the_smallest_code_goes_up_and_a_smaller_one_to_
 
 def test_what_cannot_be_meant_is_refused_at_the_border():
     with pytest.raises(ValueError, match="key=-1"):
-        kernels.adamw_bf16(0, 0, 0, 0, 0, 0, "bf16", scalars(), -1, 0)
+        small_adamw("bf16")(0, 0, 0, 0, 0, 0, "bf16", scalars(), -1, 0)
     with pytest.raises(ValueError, match="first=18446744073709551616"):
-        kernels.adamw_int8(0, 0, 0, 0, 0, 0, 0, "bf16", scalars(), 0, 2**64)
+        small_adamw("int8")(0, 0, 0, 0, 0, 0, 0, "bf16", scalars(), 0, 2**64)
     with pytest.raises(ValueError, match="scale=0"):
-        kernels.adamw_int8(1, 8, 8, 8, 8, 0, 8, "bf16", scalars(), 0, 0)
+        small_adamw("int8")(1, 8, 8, 8, 8, 0, 8, "bf16", scalars(), 0, 0)
     with pytest.raises(ValueError, match="v_f32=0"):
         kernels.quantize(1, 8, 0, 8, 8, 8)
-    with pytest.raises(ValueError, match="dtype='f16'"):
-        kernels.adamw_bf16(1, 8, 8, 8, 8, 8, "f16", scalars(), 0, 0)
     with pytest.raises(ValueError, match="step=-1"):
         kernels.state_key(0, 0, -1)

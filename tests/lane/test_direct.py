@@ -15,9 +15,8 @@ from infinity import AdamW, Init
 from infinity.aio import IoError
 from infinity.device import direct
 from infinity.device.device import AcceleratorDevice
-from infinity.engine import engine as engine_module
 from infinity.engine.engine import engine_of_model
-from streams import LateStreams
+from streams import LateStreams, compute_late
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
@@ -64,10 +63,7 @@ def kvikio(monkeypatch):
 
 @pytest.fixture
 def late(monkeypatch):
-    streams = LateStreams()
-    streams.free = 2 * ROOM
-    device = AcceleratorDevice(torch.device("cpu"), streams)
-    monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
+    return compute_late(monkeypatch, 2 * ROOM)
 
 
 def trained(folder, **config):

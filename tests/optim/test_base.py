@@ -14,18 +14,11 @@ from infinity import AdamW, Init, UnsupportedError
 from infinity.engine.engine import engine_of_model
 from infinity.errors import HostMemoryError
 from infinity.gradients.grad_tensor import OffloadedGradient
-from infinity.reference import ReferenceAdamW, prepare
+from infinity.reference import ReferenceAdamW
 from networks import Net, pair, same, x
+from parity import build_both
 
-pytestmark = pytest.mark.disk
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("one_thread")]
 
 
 def test_weights_read_after_a_step_are_the_updated_ones(folder):
@@ -82,11 +75,7 @@ def test_a_forgotten_zero_grad_accumulates_as_in_torch(folder):
 
 
 def test_groups_have_their_own_settings_and_may_come_later(folder):
-    torch.manual_seed(0)
-    plain = prepare(Net())
-    torch.manual_seed(0)
-    with Init(nvme=folder, host_memory="1MiB"):
-        model = Net()
+    plain, model = build_both(Net, nvme=folder, memory="1MiB", waits=True)
     for net, kind in ((model, AdamW), (plain, ReferenceAdamW)):
         groups = [
             {"params": [net.first.weight], "weight_decay": 0.0},
@@ -104,11 +93,7 @@ def test_groups_have_their_own_settings_and_may_come_later(folder):
 
 @pytest.mark.parametrize("update", ["forward", "backward"])
 def test_members_of_groups_that_change_places_have_the_options_of_their_new_groups(folder, update):
-    torch.manual_seed(0)
-    plain = prepare(Net())
-    torch.manual_seed(0)
-    with Init(nvme=folder, host_memory="1MiB"):
-        model = Net()
+    plain, model = build_both(Net, nvme=folder, memory="1MiB", waits=True)
     for net, kind, more in ((model, AdamW, {"update": update}), (plain, ReferenceAdamW, {})):
         first = {"params": [net.first.weight, net.first.bias], "lr": 0.1}
         second = {"params": [net.second.weight], "weight_decay": 0.0}
@@ -338,11 +323,7 @@ def test_losses_of_a_model_train_alike_under_update_backward_and_forward(folder)
 
 
 def test_two_optimizers_may_share_a_model(folder):
-    torch.manual_seed(0)
-    plain = prepare(Net())
-    torch.manual_seed(0)
-    with Init(nvme=folder, host_memory="1MiB"):
-        model = Net()
+    plain, model = build_both(Net, nvme=folder, memory="1MiB", waits=True)
     for net, kind in ((model, AdamW), (plain, ReferenceAdamW)):
         optimizers = [kind(net.first.parameters(), lr=0.1), kind(net.second.parameters(), lr=0.01)]
         for number in range(5):

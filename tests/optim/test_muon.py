@@ -16,13 +16,11 @@ import infinity
 import models
 from covers import matrix
 from infinity import reference, tiling
-from infinity.device.device import AcceleratorDevice
-from infinity.engine import engine as engine_module
 from infinity.engine.engine import engine_of_model
 from infinity.errors import UnsupportedError
 from infinity.reference.steps import muon_step
 from plain_muon import ADAMW, KNOBS, MUON, PlainMuon
-from streams import LateStreams
+from streams import compute_late
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
@@ -431,8 +429,7 @@ def test_a_step_moves_18_bytes_a_parameter(folder, update):
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("update", ["forward", "backward"])
 def test_where_an_accelerator_computes_the_cpu_orthogonalizes_with_the_same_bits(folder, monkeypatch, update):
-    device = AcceleratorDevice(torch.device("cpu"), LateStreams())
-    monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
+    compute_late(monkeypatch)
     ours, plain = built("bf16", nvme=folder, host_memory="448KiB"), built("bf16")
     optimizer, theirs = infinity.Muon(groups_of(ours), update=update), PlainMuon(plain, MUONS)
     assert train(ours, optimizer, 4) == train(plain, theirs, 4)

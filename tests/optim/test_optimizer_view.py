@@ -10,15 +10,11 @@ from torch import nn
 
 import infinity
 from infinity import NotResidentError, UnsupportedError
-from parity import build_both, differences, halves, optimizers, repeatable
+from parity import build_both, differences, halves, optimizers
 
 X = halves(3, 8)
 
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 @pytest.fixture(params=["in memory", pytest.param("on disk", marks=pytest.mark.disk)])

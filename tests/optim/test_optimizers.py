@@ -79,15 +79,7 @@ class Plain:
 
 
 def train(model, optimizer, steps, first=0):
-    losses = []
-    for number in range(first, first + steps):
-        ids = models.batch(number)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return models.train(model, optimizer, steps, first=first, ids_of=models.by_number)
 
 
 @pytest.mark.filterwarnings("ignore:.*no loss scaling")

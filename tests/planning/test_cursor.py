@@ -8,6 +8,7 @@ from infinity.planning import cursor as module
 from infinity.planning.cursor import Cursor
 from infinity.planning.plan import Plan, PlanStep
 from infinity.planning.trace import Phase, Use
+from plan_texts import parse_plan
 
 
 def use(text):
@@ -21,7 +22,7 @@ def uses(text):
 def cursor_of(text):
     """A cursor in the middle of training: with a plan whose opening was fetched."""
     cursor = Cursor()
-    cursor.follow(Plan.parse(text))
+    cursor.follow(parse_plan(text))
     cursor.restart()
     return cursor
 
@@ -132,7 +133,7 @@ def test_a_use_that_the_plan_does_not_know_leaves_the_cursor_where_it_is():
 
 def test_the_first_use_after_a_new_plan_has_not_been_fetched_and_is_no_divergence():
     cursor = Cursor()
-    cursor.follow(Plan.parse(PLAN))
+    cursor.follow(parse_plan(PLAN))
     assert cursor.advance(use("F0")) == ((1,), False, False)
     assert cursor.divergences == 0
     assert cursor.advance(use("F1"))[2]

@@ -14,9 +14,10 @@ from infinity.planning.demand import demand
 from infinity.planning.forecast import EngineLimits, Forecast, Moves, forecast, predict_step
 from infinity.planning.gpus import GPUS, LAUNCH_S, USE_S
 from infinity.planning.outline import Outline, Stage, UnitOutline, timed, trace_of
-from infinity.planning.plan import Plan, make_plan
+from infinity.planning.plan import make_plan
 from infinity.planning.setting import Setting
 from infinity.planning.simulator import Disk, Rates
+from plan_texts import parse_plan
 
 DISK = Disk(read=10.0, write=10.0, mixed=10.0)
 LIMITS = EngineLimits(tile_numel=1, slots=100, window_nbytes=0, outgoing_nbytes=1000, update="backward")
@@ -26,7 +27,7 @@ SMALL = llama("small", 4, 64, 192, 256)
 
 def pair(moves, limits=LIMITS, rates=None, seconds=(1.0,) * 4, plan="open\nF0\nF1\nB1\nB0"):
     """A step of two equal units, forward and back."""
-    return predict_step(Plan.parse(plan), seconds, [moves, moves], limits, rates or Rates(DISK))
+    return predict_step(parse_plan(plan), seconds, [moves, moves], limits, rates or Rates(DISK))
 
 
 def frozen(**changes):
@@ -113,7 +114,7 @@ def test_few_bytes_of_outgoing_gradients_make_computing_wait_for_updates():
     def seconds(outgoing_nbytes):
         here = {"hi_nbytes": 0, "in_place": True}
         units = [Moves(4, state_nbytes=0, trainable=False, **here), *[Moves(4, state_nbytes=100, **here)] * 2]
-        plan = Plan.parse("open\nF0\nF1\nF2\nB2\nB1\nB0")
+        plan = parse_plan("open\nF0\nF1\nF2\nB2\nB1\nB0")
         limits = EngineLimits(4, 100, 0, outgoing_nbytes, update="backward")
         return predict_step(plan, [40.0, 1, 1, 1, 1, 40], units, limits, Rates(DISK)).seconds
 
@@ -128,7 +129,7 @@ def test_ranks_wait_for_the_link_too():
 def test_what_ranks_sum_takes_the_link_for_its_own_bytes():
     def link_s(**moved):
         moves = Moves(4, hi_nbytes=0, state_nbytes=0, **moved)
-        plan = Plan.parse("open\nF0\nF1\nB1\nB0")
+        plan = parse_plan("open\nF0\nF1\nB1\nB0")
         limits = EngineLimits(4, 100, 0, 1000)
         return predict_step(plan, [1.0] * 4, [moves] * 2, limits, Rates(DISK, link=10.0)).busy_s["link"]
 
@@ -288,7 +289,7 @@ def test_a_step_is_bound_by_what_takes_longest():
 
 
 def test_a_script_and_a_plan_of_different_steps_are_refused():
-    plan = Plan.parse("open\nF0")
+    plan = parse_plan("open\nF0")
     with pytest.raises(ValueError, match="uses and a plan of 1"):
         forecast(SMALL.script(), plan, [], LIMITS, Rates(DISK))
     with pytest.raises(ValueError, match="3 times for the 1 uses"):

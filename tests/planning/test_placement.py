@@ -19,7 +19,7 @@ from infinity.planning.placement import (
     revise_in_turn,
     spread,
 )
-from infinity.planning.plan import Plan
+from plan_texts import parse_plan
 
 DENSITY = {"hi": 3, "lo": 2, "m": 2, "v": 2}
 UNIT = {"hi": 20, "lo": 20, "m": 40, "v": 40}
@@ -305,9 +305,9 @@ def test_records_of_what_opens_a_step_live_on_the_device_before_denser_ones():
 
 
 def test_what_comes_before_all_that_a_backward_uses_opens_a_step():
-    plan = Plan.parse("open\nF0\nF1\nF2\nF3\nB3\nB2")
+    plan = parse_plan("open\nF0\nF1\nF2\nF3\nB3\nB2")
     assert opening(step.use for step in plan.steps) == 2
-    assert opening(step.use for step in Plan.parse("open\nF0\nF1").steps) == 0
+    assert opening(step.use for step in parse_plan("open\nF0\nF1").steps) == 0
 
 
 def test_a_record_without_one_of_its_fields_stays_below():

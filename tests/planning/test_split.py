@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.planning.forecast import EngineLimits, Moves, predict_step
-from infinity.planning.plan import Plan, make_plan
+from infinity.planning.plan import make_plan
 from infinity.planning.simulator import Disk, Rates
 from infinity.planning.split import HalfStep, of_first, split_updates
+from plan_texts import parse_plan
 
 RATES = Rates(Disk(1.0, 1.0, 1.0), shared=False)
 HI, STATE = 1, 4
@@ -22,7 +23,7 @@ def moves(**more):
 
 def plan_of(count):
     uses = [f"F{unit}" for unit in range(count)] + [f"B{unit}" for unit in reversed(range(count))]
-    return Plan.parse("\n".join(["open", *uses]))
+    return parse_plan("\n".join(["open", *uses]))
 
 
 def split(count, computes, *, candidates=None, rates=RATES, **more):

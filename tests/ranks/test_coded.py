@@ -4,10 +4,9 @@ coded_run.py.
 Bit for bit against one process that codes what ranks send, of any number of ranks and machines.
 """
 
-import json
-
 import pytest
 
+from answers import assert_as_reference, read_answers
 from infinity.ranks.machines import LOCAL_SIZE
 from launches import forked
 from places import SUPPORT
@@ -15,26 +14,9 @@ from places import SUPPORT
 INT8, INT4 = 0.53, 0.28
 """The most of the bytes of 16-bit weights and gradients that codes and their scales may take."""
 EVERY = [
-    "layers",
-    "llama",
-    "llama, int4",
-    "llama, weights",
-    "nvme",
-    "nvme, backward",
-    "nvme, accumulated",
-    "accumulated",
-    "max_norm",
-    "frozen",
-    "blocks",
-    "mixtral",
-    "routed, nvme",
-    "chosen, checkpointed",
-    "chosen, nvme",
-    "checkpointed",
-    "reentrant",
-    "stage 2",
-    "stage 1",
-    "no_sync",
+    *("layers", "llama", "llama, int4", "llama, weights", "nvme", "nvme, backward", "nvme, accumulated"),
+    *("accumulated", "max_norm", "frozen", "blocks", "mixtral", "routed, nvme", "chosen, checkpointed"),
+    *("chosen, nvme", "checkpointed", "reentrant", "stage 2", "stage 1", "no_sync"),
 ]
 """Cases that are compared with the reference, on two ranks."""
 ON_THREE = ["llama, int4", "nvme", "gpt2, backward", "chosen, nvme"]
@@ -45,17 +27,8 @@ MORE = {
 }
 OVERFLOWS = ("overflow", "overflow, int4")
 FED = [
-    "llama",
-    "nvme",
-    "backward",
-    "no_sync",
-    "stage 1",
-    "routed",
-    "frozen",
-    "again",
-    "int8 state",
-    "durable",
-    "loaded",
+    *("llama", "nvme", "backward", "no_sync", "stage 1", "routed", "frozen", "again", "int8 state"),
+    *("durable", "loaded"),
 ]
 """Likewise, with error feedback, on two ranks."""
 FED_ON = {
@@ -68,12 +41,7 @@ FED_ON = {
 
 def answers(folder, ranks, cases, **more):
     forked(ranks, SUPPORT / "coded_run.py", folder, *cases, RANKS_DISK=folder, **more)
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
-
-
-def assert_as_reference(given, cases):
-    for case in cases:
-        assert [one[case].get("different", one[case]) for one in given] == [[]] * len(given), case
+    return read_answers(folder, ranks)
 
 
 @pytest.mark.multi

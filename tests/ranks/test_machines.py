@@ -3,13 +3,13 @@
 Bit for bit against plain data parallelism in memory whose gradients are summed within each machine first.
 """
 
-import json
 import socket
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from answers import read_answers
 from infinity.device.device import CpuDevice
 from infinity.errors import ConfigError
 from infinity.gradients.collectives import Reducing
@@ -62,7 +62,7 @@ CASES = {
 
 def answers(folder, ranks, cases):
     forked(ranks, SUPPORT / "ranks_run.py", folder, *cases, "killed", RANKS_DISK=folder, **{LOCAL_SIZE: "2"})
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+    return read_answers(folder, ranks)
 
 
 def assert_as_two_hops(given, ranks, cases):

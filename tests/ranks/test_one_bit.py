@@ -4,10 +4,9 @@ Bit for bit against one process that keeps the momenta and errors of all workers
 machines.
 """
 
-import json
-
 import pytest
 
+from answers import assert_as_reference, read_answers
 from infinity.ranks.machines import LOCAL_SIZE
 from launches import forked
 from places import SUPPORT
@@ -24,12 +23,7 @@ OTHERS = ["loaded", "twice", "clipped", "json"]
 
 def answers(folder, ranks, cases, **more):
     forked(ranks, SUPPORT / "one_bit_run.py", folder, *cases, RANKS_DISK=folder, **more)
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
-
-
-def assert_as_reference(given, cases):
-    for case in cases:
-        assert [one[case].get("different", one[case]) for one in given] == [[]] * len(given), case
+    return read_answers(folder, ranks)
 
 
 @pytest.mark.multi

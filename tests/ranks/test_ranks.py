@@ -11,6 +11,7 @@ import re
 import pytest
 import torch
 
+from answers import read_answers
 from infinity import __main__ as cli
 from launches import forked, python_of_ranks, torchrun
 from places import SUPPORT
@@ -130,7 +131,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.disk]
 def launch(folder, ranks, cases):
     """Run cases; return the ranks' answers."""
     forked(ranks, SUPPORT / "ranks_run.py", folder, *cases, RANKS_DISK=folder)
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+    return read_answers(folder, ranks)
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,11 @@ processes over gloo. What they do is in secondary_run.py.
 Bit for bit against the same training without them.
 """
 
-import json
 import re
 
 import pytest
 
+from answers import assert_as_reference, read_answers
 from infinity.ranks.machines import LOCAL_SIZE
 from launches import forked, python_of_ranks
 from places import SUPPORT
@@ -30,12 +30,7 @@ ONCE = ["llama", "nvme", "accumulated", "no_sync", "max_norm", "blocks", "one by
 
 def answers(folder, ranks, cases, **more):
     forked(ranks, SUPPORT / "secondary_run.py", folder, *cases, RANKS_DISK=folder, **more)
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
-
-
-def assert_same_bits(given, cases):
-    for case in cases:
-        assert [one[case].get("different", one[case]) for one in given] == [[]] * len(given), case
+    return read_answers(folder, ranks)
 
 
 def assert_crosses_once(one):
@@ -50,7 +45,7 @@ def assert_crosses_once(one):
 @pytest.mark.multi
 def test_weights_cross_between_two_machines_once_in_a_step_with_the_same_bits(tmp_path):
     given = answers(tmp_path, 4, ["one by one", "different"], **{LOCAL_SIZE: "2"})
-    assert_same_bits(given, ["one by one"])
+    assert_as_reference(given, ["one by one"])
     for one in given:
         assert_crosses_once(one["one by one"])
         assert one["one by one"]["kept"] == one["one by one"]["weights"] // 2
@@ -65,7 +60,7 @@ def test_weights_cross_between_two_machines_once_in_a_step_with_the_same_bits(tm
 def test_every_path_of_a_training_has_the_bits_of_one_without_second_parts(tmp_path, machines):
     refusals, cases = ["does not divide", "of several machines"], EVERY[machines]
     given = answers(tmp_path, 2 * machines, [*cases, "no room", *refusals], **{LOCAL_SIZE: "2"})
-    assert_same_bits(given, cases)
+    assert_as_reference(given, cases)
     for one in given:
         for case in {*ONCE} & {*cases}:
             assert_crosses_once(one[case])
@@ -91,6 +86,6 @@ def test_every_path_of_a_training_has_the_bits_of_one_without_second_parts(tmp_p
 @pytest.mark.multi
 def test_a_rank_that_is_killed_in_a_backward_is_named_on_all_machines(tmp_path):
     python_of_ranks(4, SUPPORT / "secondary_run.py", tmp_path, "killed", folder=tmp_path, **{LOCAL_SIZE: "2"})
-    given = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(3)]
+    given = read_answers(tmp_path, 3)
     for one in given:
         assert re.search(r"rank [\d, ]*3 did not answer", one["killed"]["error"])

@@ -3,10 +3,10 @@ of it are the cases of ranks that share none, which compare with plain ranks.
 """
 
 import functools
-import json
 
 import pytest
 
+from answers import read_answers
 from infinity.bench.engine.runs import OWN, Model
 from infinity.bench.ranks.launch import measure_ranks
 from infinity.bench.ranks.ranks import RankCase
@@ -53,7 +53,7 @@ DEATHS = ["killed in forward", "killed in backward", "stopped"]
 
 def answers(folder, ranks, cases, **more):
     forked(ranks, SUPPORT / "shared_run.py", folder, *cases, RANKS_DISK=folder, **more)
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+    return read_answers(folder, ranks)
 
 
 def assert_beside_plain(one, machines=1):
@@ -120,7 +120,7 @@ def others(tmp_path_factory):
     folders = [tmp_path_factory.mktemp(name) for name in ("shared", "plain")]
     shared = answers(folders[0], 2, OTHERS)
     forked(2, SUPPORT / "ranks_run.py", folders[1], *SHOWN, RANKS_DISK=folders[1])
-    plain = [json.loads((folders[1] / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+    plain = read_answers(folders[1], 2)
     return list(zip(shared, plain, strict=True))
 
 

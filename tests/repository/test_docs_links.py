@@ -24,15 +24,7 @@ SHELL = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 README_NBYTES = 8 << 10
 FILE_NBYTES = 1 << 20
 PROGRAMS = {
-    "apt-get",
-    "cat",
-    "cd",
-    "dpkg-deb",
-    "pip",
-    "python",
-    "python3",
-    "torchrun",
-    "infinity",
+    *("apt-get", "cat", "cd", "dpkg-deb", "pip", "python", "python3", "torchrun", "infinity"),
     ".venv/bin/python",
 }
 PROGRAMS |= {".venv/bin/infinity"}

@@ -24,16 +24,7 @@ TOP = {"infinity", "infinity.__main__"}
 PURE = ("infinity.planning.", "infinity.errors", "infinity.sizes")
 """What decides and computes, and never touches torch or the machine: it runs anywhere, in milliseconds."""
 IMPURE = {
-    "cffi",
-    "io",
-    "mmap",
-    "os",
-    "psutil",
-    "shutil",
-    "socket",
-    "subprocess",
-    "tempfile",
-    "torch",
+    *("cffi", "io", "mmap", "os", "psutil", "shutil", "socket", "subprocess", "tempfile", "torch"),
 }
 
 

@@ -5,11 +5,11 @@ sequence_models.py. One launch runs many cases: starting processes costs more th
 """
 
 import functools
-import json
 
 import pytest
 
 import sequence_models
+from answers import read_answers
 from launches import forked
 from places import SUPPORT
 
@@ -45,7 +45,7 @@ def answers(tmp_path_factory):
         folder = tmp_path_factory.mktemp("sequences")
         cases = [one for one in CASES[ranks] if by_default is (ranks == 2 and one in BY_DEFAULT)]
         forked(ranks, SUPPORT / "sequence_ranks_run.py", folder, *cases, RANKS_DISK=folder)
-        return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+        return read_answers(folder, ranks)
 
     def answer(ranks, case):
         given = [one[case] for one in all_of(ranks, by_default=ranks == 2 and case in BY_DEFAULT)]

@@ -21,7 +21,6 @@ from infinity.planning.demand import demand
 from infinity.planning.setting import Setting
 from infinity.ranks.group import Channel
 from infinity.reference import ReferenceAdamW, prepare
-from infinity.reference import clip_grad_norm_ as reference_clip
 from infinity.units.device_tier import lives_on_device
 from places import disk
 from simulated_counts import Uses, plain_uses
@@ -109,18 +108,11 @@ def train(model, optimizer, place, case, after_step=lambda: None):
     for step in range(case.get("steps", 3)):
         losses += [backward(model, micros * step + micro, place) for micro in range(micros)]
         if "clip" in case:
-            clip(model, optimizer, case["clip"])
+            models.clip_norm(model, optimizer, case["clip"])
         optimizer.step()
         optimizer.zero_grad()
         after_step()
     return losses
-
-
-def clip(model, optimizer, max_norm):
-    if isinstance(optimizer, ReferenceAdamW):
-        reference_clip(optimizer, max_norm)
-    else:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
 def freeze(model, case):

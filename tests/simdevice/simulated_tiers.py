@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+import models
 import simulated_faults
 from infinity import AdamW, Init, stats
 from infinity.engine import engine as engine_module
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
-from infinity.reference import clip_grad_norm_ as reference_clip
 from places import disk
 from simulated_counts import Uses, plain_uses
 from simulator import Simulator
@@ -136,20 +136,13 @@ def train(tower: Tower, model, optimizer, place, after_step=lambda: None):
     for step in range(tower.steps):
         losses += [_backward(model, 100 * step + micro, place) for micro in range(tower.accumulate)]
         if tower.clip is not None:
-            clip(model, optimizer, tower.clip)
+            models.clip_norm(model, optimizer, tower.clip)
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
             losses += [_loss(model, 7 + one, place).item() for one in range(tower.evaluated)]
         after_step()
     return losses
-
-
-def clip(model, optimizer, max_norm):
-    if isinstance(optimizer, ReferenceAdamW):
-        reference_clip(optimizer, max_norm)
-    else:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
 def waits_of_clipping(model: nn.Module, simulator: Simulator) -> int:

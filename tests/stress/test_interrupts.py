@@ -17,15 +17,8 @@ from infinity.reference import prepare
 from infinity.units import unit as unit_module
 from infinity.units.changes import Changes
 from infinity.units.unit import Unit
-from parity import repeatable
 
-pytestmark = pytest.mark.disk
-
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("deterministic")]
 
 
 class Moment:

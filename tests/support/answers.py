@@ -3,7 +3,6 @@
 import functools
 import gc
 import json
-import time
 import traceback
 from pathlib import Path
 
@@ -12,19 +11,42 @@ import torch.distributed as dist
 import infinity
 
 
-def answer_all(folder, names, run):
-    """Write what `run` answers for each of the names, or its error, to FOLDER/RANK.json; leave the others."""
-    answers = {"took_s": {}}
-    for name in names:
-        began = time.perf_counter()
-        try:
-            answers[name] = run(name)
-            answers["took_s"][name] = time.perf_counter() - began
-        except Exception as error:  # noqa: BLE001 - the others' answers count
-            answers[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+def answer_of(call):
+    """Return what a call answers, or its error, when the engines that it leaves have ended."""
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - the others' answers count
+        return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    finally:
         gc.collect()  # else gloo's threads of engines that nobody has take a good part of the cores
+
+
+def answer_all(folder, names, run, *, ends=lambda _: False, before=None):
+    """Write what `run` answers for each of the names, or its error, to FOLDER/RANK.json; leave the others.
+
+    ends: whether nothing goes on behind an answer. before: further answers.
+    """
+    answers = dict(before or {})
+    for name in names:
+        answers[name] = answer_of(functools.partial(run, name))
+        if ends(answers[name]):
+            break
     Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(answers), encoding="utf-8")
     dist.destroy_process_group()
+
+
+def is_of_ranks(answer):
+    """Whether the ranks can do nothing together behind this answer."""
+    return answer.get("error", "").startswith("RanksError")
+
+
+def error_of(call):
+    """Return the error that a call ends with."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - of many kinds
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def refused(call):
@@ -56,3 +78,9 @@ def answering(launched):
         return given
 
     return answer
+
+
+def assert_as_reference(given, cases):
+    """Check that ranks have told no difference in any of these cases."""
+    for case in cases:
+        assert [one[case].get("different", one[case]) for one in given] == [[]] * len(given), case

@@ -91,16 +91,8 @@ class Here:
     def go_on(self, training, first, last):
         """Train steps first to last on this rank's batches; return their losses."""
         model, optimizer, scheduler = training
-        losses = []
-        for number in range(first, last):
-            ids = models.batch(1000 * self.rank + number)
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
+        steps = {"first": first, "ids_of": lambda step, _: models.batch(1000 * self.rank + step)}
+        return models.train(model, optimizer, last - first, schedule=scheduler, **steps)
 
 
 def digest(tensor):

@@ -8,8 +8,6 @@ differ in where what lies.
 """
 
 import functools
-import gc
-import json
 import os
 import sys
 import time
@@ -28,6 +26,7 @@ from torch.distributed.tensor import DTensor
 import infinity
 import models
 import parity
+from answers import answer_all
 from infinity.engine.engine import engine_of_model
 from infinity.ranks.machines import LOCAL_SIZE
 from infinity.reference import ReferenceAdamW, codes, prepare
@@ -498,23 +497,15 @@ CASES = {
 }
 
 
+def cannot_go_on(answer):
+    return "trace" in answer and not answer["error"].startswith("AssertionError")
+
+
 def main(folder, cases, known):
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(mode=True)
     dist.init_process_group("gloo")
-    answers = {"took_s": {}}
-    for case in cases:
-        began = time.perf_counter()
-        try:
-            answers[case] = known[case]()
-            answers["took_s"][case] = time.perf_counter() - began
-        except Exception as error:  # noqa: BLE001 - it is the answer
-            answers[case] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-            if not isinstance(error, AssertionError):
-                break
-        gc.collect()  # else gloo's threads of engines that nobody has take a good part of the cores
-    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(answers), encoding="utf-8")
-    dist.destroy_process_group()
+    answer_all(folder, cases, lambda case: known[case](), ends=cannot_go_on)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,9 @@ Rank R writes FOLDER/R.json: {case: answer, or {"error": text}}. The reference i
 
 import contextlib
 import gc
-import json
 import math
 import os
 import sys
-import time
-import traceback
 import warnings
 from functools import partial
 from pathlib import Path
@@ -23,6 +20,7 @@ import transformers
 
 import infinity
 import models
+from answers import answer_all, is_of_ranks
 from expert_emulation import (
     EXPERTS,
     HIDDEN,
@@ -455,16 +453,6 @@ CASES = {
 }
 
 
-def answer_of(case):
-    began = time.perf_counter()
-    try:
-        return {**CASES[case](), "took_s": time.perf_counter() - began}
-    except Exception as error:  # noqa: BLE001 - it is the answer
-        return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-    finally:
-        gc.collect()  # else gloo's threads of engines that nobody has take a good part of the cores
-
-
 def main(folder, cases):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -472,13 +460,7 @@ def main(folder, cases):
     gc.collect()
     gc.freeze()
     dist.init_process_group("gloo")
-    answers = {}
-    for case in cases:
-        answers[case] = answer_of(case)
-        if answers[case].get("error", "").startswith("RanksError"):  # nothing goes on
-            break
-    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(answers), encoding="utf-8")
-    dist.destroy_process_group()
+    answer_all(folder, cases, lambda case: CASES[case](), ends=is_of_ranks)
 
 
 if __name__ == "__main__":

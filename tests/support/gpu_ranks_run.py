@@ -24,7 +24,7 @@ from infinity.ranks import group, groups
 from infinity.reference import ReferenceAdamW
 from places import disk
 from ranks_reference import mean_over_ranks
-from simulated_ranks import SETTINGS, STAGES, clip, exchange_over_host, freeze, gather_over_host
+from simulated_ranks import SETTINGS, STAGES, exchange_over_host, freeze, gather_over_host
 
 PLACE = "cuda:0"
 
@@ -70,7 +70,7 @@ def plain(case):
 
     def update():
         if "clip" in case:
-            clip(twin, optimizer, case["clip"])
+            models.clip_norm(twin, optimizer, case["clip"])
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
@@ -94,7 +94,7 @@ def offloaded(case, folder):
 
     def update():
         if "clip" in case:
-            clip(model, optimizer, case["clip"])
+            models.clip_norm(model, optimizer, case["clip"])
         optimizer.step()
         optimizer.zero_grad()
 

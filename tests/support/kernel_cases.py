@@ -1,14 +1,11 @@
-"""What the tests of the kernels share: instruction sets, values of every kind, a split master, scalars.
+"""What the tests of the kernels share: instruction sets, values of every kind, a split master, scalars."""
 
-A test file imports the fixtures that it uses; `settings_are_put_back` then holds for all of its tests.
-"""
-
-import pytest
 import torch
 
 from infinity import kernels
 
 ISAS = ("scalar", "avx2", "avx512")
+GRADIENTS = {"bf16": torch.bfloat16, "f32": torch.float32, "f16": torch.float16}
 
 
 def supported(name):
@@ -19,22 +16,6 @@ def supported(name):
         return False
     kernels.set_isa(before)
     return True
-
-
-@pytest.fixture(autouse=True)
-def settings_are_put_back():
-    isa, threads = kernels.isa(), kernels.threads()
-    yield
-    kernels.set_isa(isa)
-    kernels.set_threads(threads)
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    if not supported(request.param):
-        pytest.skip(f"this machine has no {request.param}")
-    kernels.set_isa(request.param)
-    return request.param
 
 
 def same_under_every_isa(every_operation, n, offset):
@@ -86,6 +67,13 @@ def addresses(*tensors):
     return [tensor.data_ptr() for tensor in tensors]
 
 
+def shifted(tensor, offset):
+    """Return a copy that starts `offset` elements into its storage."""
+    storage = torch.empty(len(tensor) + offset, dtype=tensor.dtype)
+    storage[offset:] = tensor
+    return storage[offset:]
+
+
 def split(master):
     hi, lo = (torch.empty(len(master), dtype=torch.int16) for _ in range(2))
     kernels.split(len(master), *addresses(master, hi, lo))
@@ -101,3 +89,25 @@ def join(hi, lo):
 def scalars(**changes):
     settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
     return kernels.AdamWScalars(**(settings | changes))
+
+
+def scalars_of(recipe, group, step, clip=1.0):
+    """Turn a param group, as torch.optim names its options, into the scalars of a kernel."""
+    group = dict(group)
+    if "betas" in group:
+        group["beta1"], group["beta2"] = group.pop("betas")
+    if recipe == "lion":
+        return kernels.LionScalars(**group, clip=clip)
+    kind = {"sgd": kernels.SGDScalars, "adagrad": kernels.AdagradScalars}.get(recipe, kernels.AdamWScalars)
+    return kind(**group, step=step, clip=clip)
+
+
+def small_adamw(state):
+    """Return AdamW's step on small moments, which takes addresses one after the other, as kernels.adamw."""
+    names = ("hi", "lo", *kernels.fields_of_moments("adamw", state))
+
+    def step(n, *given):
+        at = dict(zip(names, given, strict=False))
+        kernels.small_step("adamw", "bf16", state, n, at, *given[len(names) :])
+
+    return step

@@ -16,23 +16,12 @@ import warnings
 from pathlib import Path
 
 import torch
-from torch import nn
 
 import infinity
+from deep import WIDTH, Deep
 from infinity.engine.engine import engine_of_model
 
-STEPS, WIDTH = 8, 256
-
-
-class Deep(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
+STEPS = 8
 
 
 def main(folder, every, kill, where):

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import infinity
-from mesh_edits import error_of
+from answers import error_of
 
 
 def whole(one):

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import infinity
+from answers import error_of
 from infinity.deepspeed.utils import safe_get_full_fp32_param
 from infinity.reference import ReferenceAdamW, prepare
 
@@ -261,8 +262,8 @@ def autotp(place):
         ],
         "divided": [name for name, one in model.named_parameters() if hasattr(one, "placements")],
         "loaded": path is not None,
-        "unplanned": _error(unplanned),
-        "both": _error(both),
+        "unplanned": error_of(unplanned),
+        "both": error_of(both),
     }
 
 
@@ -295,28 +296,20 @@ def mesh_param(place):
     config = configuration(place, sequence_parallel_size=ranks)
     return {
         "found": found,
-        "numbers": _error(
+        "numbers": error_of(
             lambda: infinity.deepspeed.zero.Init(config_dict_or_path=config, mesh_param=(ranks, 2))
         ),
-        "other": _error(
+        "other": error_of(
             lambda: infinity.deepspeed.zero.Init(config_dict_or_path=config, mesh_param=(ranks, 1))
         ),
-        "kind": _error(lambda: infinity.deepspeed.zero.Init(config_dict_or_path=config, mesh_param="all")),
-        "no mpu": _error(lambda: infinity.deepspeed.zero.Init(config_dict_or_path=config, mpu=object())),
-        "both": _error(
+        "kind": error_of(lambda: infinity.deepspeed.zero.Init(config_dict_or_path=config, mesh_param="all")),
+        "no mpu": error_of(lambda: infinity.deepspeed.zero.Init(config_dict_or_path=config, mpu=object())),
+        "both": error_of(
             lambda: infinity.deepspeed.zero.Init(
                 config_dict_or_path=config, mpu=object(), mesh_param=(1, ranks)
             )
         ),
     }
-
-
-def _error(call):
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001 - of many kinds
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 DEEPSPEED = {"megatron": megatron, "autotp": autotp, "mesh_param": mesh_param}

@@ -11,9 +11,9 @@ from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import infinity
+from answers import error_of
 from infinity.engine.engine import engine_of
 from infinity.tensors import local
-from mesh_edits import error_of
 from mesh_kinds import of_kind
 
 SHAPES = {"rows": ((8, 6), 0), "stack": ((3, 12, 5), 1), "columns": ((4, 8), 1)}

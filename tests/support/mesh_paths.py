@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import infinity
-from mesh_edits import error_of
+from answers import error_of
 
 
 class PathsModel(nn.Module):

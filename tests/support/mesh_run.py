@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from answers import answer_all
+from answers import answer_all, error_of
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.reference import recipe as reference
@@ -350,15 +350,6 @@ def run(place, name):
     )
 
 
-def refused(call):
-    """Return the error that a call ends with."""
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001 - of many kinds
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 class Holder(nn.Module):
     """Has parameters that are given to it."""
 
@@ -391,7 +382,7 @@ def wrong(place):
 
     def one_rank_alone():
         placed = [Partial() if place.tensor.get_local_rank() else Shard(0)]
-        told = refused(
+        told = error_of(
             lambda: held(place, lambda: DTensor.from_local(whole, place.tensor, placed), timeout_s=3)
         )
         dist.barrier()  # the other rank has waited for the timeout
@@ -407,33 +398,33 @@ def wrong(place):
     def saved(how):
         model = held(place, sharded)
         optimizer = infinity.AdamW(model.parameters())
-        return refused(lambda: how(model, optimizer))
+        return error_of(lambda: how(model, optimizer))
 
     def assign(model, optimizer):
         model.part0.grad = torch.zeros(4, 4, dtype=model.part0.dtype)
         optimizer.step()
 
     return {
-        "partial": refused(lambda: held(place, partial_one)),
+        "partial": error_of(lambda: held(place, partial_one)),
         "one rank alone": one_rank_alone(),
-        "two meshes": refused(lambda: held(place, partial(sharded, other["x"]), mesh=across, data="dp")),
-        "over data": refused(lambda: held(place, partial(sharded, across), mesh=across, data="dp")),
-        "no mesh": refused(lambda: held_without(place, sharded)),
-        "missing": refused(lambda: told(mesh=mesh, data="dq")),
-        "not said": refused(lambda: told(mesh=mesh)),
-        "twice": refused(lambda: told(mesh=mesh, data=("dp", "dp"))),
-        "without": refused(lambda: told(data="dp")),
-        "both": refused(lambda: told(mesh=mesh, data="dp", process_group=place.data)),
-        "descending": refused(lambda: told(mesh=back, data="dp")),
-        "on descending": refused(lambda: held(place, partial(sharded, back["tp"]), mesh=across, data="dp")),
-        "unnamed": refused(lambda: told(mesh=DeviceMesh("cpu", list(range(ranks))), data=())),
-        "pipeline": refused(lambda: told(mesh=mesh, data="dp", pipeline_group=flat)),
+        "two meshes": error_of(lambda: held(place, partial(sharded, other["x"]), mesh=across, data="dp")),
+        "over data": error_of(lambda: held(place, partial(sharded, across), mesh=across, data="dp")),
+        "no mesh": error_of(lambda: held_without(place, sharded)),
+        "missing": error_of(lambda: told(mesh=mesh, data="dq")),
+        "not said": error_of(lambda: told(mesh=mesh)),
+        "twice": error_of(lambda: told(mesh=mesh, data=("dp", "dp"))),
+        "without": error_of(lambda: told(data="dp")),
+        "both": error_of(lambda: told(mesh=mesh, data="dp", process_group=place.data)),
+        "descending": error_of(lambda: told(mesh=back, data="dp")),
+        "on descending": error_of(lambda: held(place, partial(sharded, back["tp"]), mesh=across, data="dp")),
+        "unnamed": error_of(lambda: told(mesh=DeviceMesh("cpu", list(range(ranks))), data=())),
+        "pipeline": error_of(lambda: told(mesh=mesh, data="dp", pipeline_group=flat)),
         "assigned": saved(assign),
         "plain state": saved(lambda model, _: model.load_state_dict({"part0": whole})),
-        "muon": refused(lambda: infinity.Muon(held(place, sharded).parameters())),
+        "muon": error_of(lambda: infinity.Muon(held(place, sharded).parameters())),
         "released": saved(lambda model, _: model.part0.full_tensor()),
         "in place": saved(lambda model, _: model.part0.add_(1)),
-        "parallelized later": refused(lambda: later(place)),
+        "parallelized later": error_of(lambda: later(place)),
     }
 
 
@@ -494,7 +485,7 @@ def states(place):
         local(state["exp_avg"]), local(saved[1]["state"][places_of(optimizer)[id(weight)]]["exp_avg"])
     ):
         problems.append("exp_avg was changed by being put back")
-    in_place = refused(state["exp_avg"].zero_)
+    in_place = error_of(state["exp_avg"].zero_)
     losses, _ = train(place, model, optimizer, steps=2, first=2)
     again = offloaded(place, dtype="bf16", host_memory=WIDE)
     again.load_state_dict(saved[0])
@@ -510,7 +501,7 @@ def states(place):
         problems.append("an edit of a DTensor was lost")
     if not torch.equal(local(edited["embedding.weight"]), local(saved[0]["embedding.weight"]) + 1):
         problems.append("an edit of a local tensor was lost")
-    unwritten = refused(lambda: edit_unwritten(again))
+    unwritten = error_of(lambda: edit_unwritten(again))
     return {"problems": problems + lost, "losses": losses, "in place": in_place, "unwritten": unwritten}
 
 
@@ -527,7 +518,7 @@ def reduced_by_hand(place):
     """Return the error of a model whose plan sums gradients of ordinary parameters over the ranks itself."""
     with infinity.Init(mesh=place.mesh, data="dp", nvme=place.folder, host_memory=WIDE):
         model = from_transformers(place, "Qwen3")
-    return {"error": refused(loss_of(model, place.batch(0)).backward)}
+    return {"error": error_of(loss_of(model, place.batch(0)).backward)}
 
 
 def whole_of(tensor):

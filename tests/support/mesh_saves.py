@@ -12,10 +12,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import infinity
+from answers import error_of
 from infinity.checkpoint.deepspeed_files import load_deepspeed
 from infinity.engine.engine import engine_of, engine_of_model
 from infinity.tensors import as_bytes, local
-from mesh_edits import error_of
 from models import MODELS
 
 

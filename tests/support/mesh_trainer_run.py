@@ -17,9 +17,9 @@ import torch.distributed as dist
 import transformers
 
 import infinity
-from answers import answer_all
+import trainers
+from answers import answer_all, error_of
 from infinity.tensors import digest
-from mesh_edits import error_of
 from mesh_kinds import VOCABULARY, by_plan, from_transformers, of_kind
 from mesh_run import COMPUTES, TIGHT, ParallelReference, Place, local
 
@@ -34,12 +34,7 @@ OPTIONS = {
     "learning_rate": ADAM["lr"],
     "lr_scheduler_type": "constant",
     "weight_decay": 0.0,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "seed": 5,
+    **trainers.LOGGED,
 }
 
 

@@ -147,19 +147,33 @@ def checkpointed(model, reentrant):
         model.enable_input_require_grads()
 
 
-def train(model, optimizer, steps, accumulate=1, clip=None, schedule=None, first=0):
-    """Train a causal language model on random tokens; return the losses."""
+def clip_norm(model, optimizer, most):
+    """Clip the norm of all gradients as the recipe does, or by torch, of an offloaded model."""
+    if isinstance(optimizer, ReferenceAdamW):
+        reference_clip(optimizer, most)
+    else:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+
+
+def by_step(step, micro):
+    return batch(100 * step + micro)
+
+
+def by_number(step, _micro):
+    return batch(step)
+
+
+def train(model, optimizer, steps, accumulate=1, clip=None, schedule=None, first=0, ids_of=by_step):
+    """Train a causal language model on the tokens of each step and micro-batch; return the losses."""
     losses = []
     for step in range(first, first + steps):
         for micro in range(accumulate):
-            ids = batch(100 * step + micro)
+            ids = ids_of(step, micro)
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
             losses.append(loss.item())
         if clip is not None:
-            reference_clip(optimizer, clip) if isinstance(
-                optimizer, ReferenceAdamW
-            ) else torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            clip_norm(model, optimizer, clip)
         optimizer.step()
         if schedule is not None:
             schedule.step()

@@ -61,12 +61,12 @@ def gradients(model):
     }
 
 
-def build_both(build, *, seed=0, nvme=None, memory=LEAST, waits=False):
+def build_both(build, *, seed=0, nvme=None, memory=LEAST, waits=False, **init):
     """Return the model that `build` makes, plain and prepared, and the same made inside Init."""
     torch.manual_seed(seed)
     plain = reference.prepare(build())
     torch.manual_seed(seed)
-    with infinity.Init(nvme=nvme and str(nvme), host_memory=memory if nvme else "16MiB"):
+    with infinity.Init(nvme=nvme and str(nvme), host_memory=memory if nvme else "16MiB", **init):
         ours = build()
     return plain, ours if waits else nothing_waits(ours)
 

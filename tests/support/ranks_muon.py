@@ -13,15 +13,10 @@ from ranks_reference import build_reference, same
 
 def train(model, optimizer, micro):
     """Train on this rank's batches; return the losses and weights."""
-    losses = []
-    for step in range(3):
-        for number in range(micro):
-            ids = models.batch(1000 * dist.get_rank() + 10 * step + number)
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
+    first = 1000 * dist.get_rank()
+    losses = models.train(
+        model, optimizer, 3, micro, ids_of=lambda step, micro: models.batch(first + 10 * step + micro)
+    )
     return {"losses": losses, **model.state_dict()}
 
 

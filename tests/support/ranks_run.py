@@ -8,11 +8,9 @@ fp32 in their order, divided once and rounded once, as autograd hands it over.
 """
 
 import gc
-import json
 import os
 import sys
 import time
-import traceback
 import warnings
 from functools import partial
 from pathlib import Path
@@ -28,6 +26,7 @@ import parity
 import plain_ranks  # noqa: F401 - most cases are about weights that are sent
 import surgery
 import sweep
+from answers import answer_all, answer_of, is_of_ranks
 from children import Child
 from infinity.cli.presets import PRESETS, Preset, llama
 from infinity.engine.engine import engine_of_model
@@ -405,16 +404,6 @@ AT_ONCE = {"alone", "killed"}
 """Those of them that wait more than they compute, and for which others may take the cores."""
 
 
-def answer_of(case):
-    began = time.perf_counter()
-    try:
-        return {**CASES[case](), "took_s": time.perf_counter() - began}
-    except Exception as error:  # noqa: BLE001 - it is the answer
-        return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-    finally:
-        gc.collect()  # else gloo's threads of engines that nobody has take a good part of the cores
-
-
 def apart(folder, cases):
     """Run cases in forked processes on each rank, at once, each in a process group of these."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -422,7 +411,7 @@ def apart(folder, cases):
     def work(case, say):
         met = Path(folder, f"{case}.met").absolute().as_uri()
         dist.init_process_group("gloo", init_method=met, rank=rank, world_size=ranks)
-        say(**answer_of(case))
+        say(**answer_of(CASES[case]))
 
     children = {case: Child(partial(work, case), limit_s=60.0) for case in cases}
     for child in children.values():
@@ -441,14 +430,8 @@ def main(folder, cases):
     for case in (one for one in cases if one in LAST - AT_ONCE):
         answers |= apart(folder, [case])
     dist.init_process_group("gloo")
-    for case in cases:
-        if case in LAST:
-            continue
-        answers[case] = answer_of(case)
-        if answers[case].get("error", "").startswith("RanksError"):  # nothing goes on
-            break
-    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(answers), encoding="utf-8")
-    dist.destroy_process_group()
+    together = [one for one in cases if one not in LAST]
+    answer_all(folder, together, lambda case: CASES[case](), ends=is_of_ranks, before=answers)
 
 
 if __name__ == "__main__":

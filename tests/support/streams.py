@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
+import torch
+
+from infinity.device.device import AcceleratorDevice
+from infinity.engine import engine as engine_module
 
 
 class RaceError(AssertionError):
@@ -260,3 +264,14 @@ class LatePoint:
     def synchronize(self):
         if self.stream is not None:
             self.stream.run(self.count)
+
+
+def compute_late(monkeypatch, free=LateStreams.free):
+    """Let engines compute on the CPU as on an accelerator whose copies are late; return its streams. free:
+    the bytes of its memory.
+    """
+    streams = LateStreams()
+    streams.free = free
+    device = AcceleratorDevice(torch.device("cpu"), streams)
+    monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
+    return streams

@@ -17,6 +17,18 @@ HELD = [{"input_ids": row, "labels": row} for row in models.batch(1, rows=4)]
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.95)}
 
 
+QUIET = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+LOGGED = {**QUIET, "logging_steps": 1, "seed": 5}
+CLIPPED = {
+    **LOGGED,
+    "max_grad_norm": 0.5,
+    "weight_decay": 0.1,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+}
+"""Options of a Trainer."""
+
+
 class Recipe:
     """A Trainer that clips in fp32 as the recipe does, where torch rounds 16-bit gradients."""
 

@@ -3,6 +3,7 @@
 import transformers
 
 import models
+from trainers import CLIPPED
 
 WIDE = {
     **models.SIZES,
@@ -12,21 +13,11 @@ WIDE = {
     "num_hidden_layers": 2,
 }
 
-
 OPTIONS = {
+    **CLIPPED,
     "max_steps": 4,
     "per_device_train_batch_size": 1,
     "gradient_accumulation_steps": 2,
-    "max_grad_norm": 0.5,
-    "weight_decay": 0.1,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 2,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "seed": 5,
 }
 
 

@@ -15,17 +15,10 @@ from infinity import tiling
 from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.units.residency import UnitResidency
-from parity import repeatable
 
-pytestmark = pytest.mark.disk
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("deterministic")]
 ABOVE = 1 << 11
 """Bytes: every matrix of the small models is cut."""
-
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
 
 
 def tiled_in_memory(name):

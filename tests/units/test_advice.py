@@ -12,15 +12,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import infinity
 from infinity import NotResidentError, UnsupportedError
 from infinity.reference import ReferenceAdamW
-from parity import differences, engine_in, repeatable, resident
+from parity import differences, engine_in, resident
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
 
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 def plain():

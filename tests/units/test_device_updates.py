@@ -14,14 +14,12 @@ import infinity
 import models
 from covers import matrix
 from infinity import SGD, Adagrad, Adam, AdamW, Init, Lion, gathered, stats
-from infinity.device.device import AcceleratorDevice
-from infinity.engine import engine as engine_module
 from infinity.engine.engine import engine_of_model
 from infinity.gradients.on_device import GradientsOnDevice
 from infinity.optim.base import OffloadedOptimizer
 from infinity.records.update_rules import ADAMW
 from infinity.units import device_updates
-from streams import LateStreams
+from streams import compute_late
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("impatient", "repeatable")]
 
@@ -32,11 +30,7 @@ RECORD = 12 * WIDTH * WIDTH
 
 @pytest.fixture
 def late(monkeypatch):
-    streams = LateStreams()
-    device = AcceleratorDevice(torch.device("cpu"), streams)
-    monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
-    streams.free = 64 << 20
-    return streams
+    return compute_late(monkeypatch, 64 << 20)
 
 
 def tower(layers=4):
@@ -118,9 +112,7 @@ def test_every_optimizer_makes_the_same_steps_there(tmp_path, folder, monkeypatc
     plain = built(tmp_path)
     expected = make(plain.parameters())
     train(plain, expected, 4)
-    streams = LateStreams()
-    device = AcceleratorDevice(torch.device("cpu"), streams)
-    monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
+    compute_late(monkeypatch)
     model = built(folder)
     optimizer = make(model.parameters())
     train(model, optimizer, 4)
@@ -167,9 +159,8 @@ def test_a_checkpoint_of_the_device_goes_on_where_the_cpu_computes_and_back(fold
     plain = built(places[0])
     expected = AdamW(plain.parameters(), **SETTINGS)
     train(plain, expected, 6)
-    device = AcceleratorDevice(torch.device("cpu"), LateStreams())
     with monkeypatch.context() as context:
-        context.setattr(engine_module, "open_device", lambda *_: device)
+        compute_late(context)
         model = built(folder)
     optimizer = AdamW(model.parameters(), **SETTINGS)
     train(model, optimizer, 3)
@@ -189,15 +180,12 @@ def test_a_checkpoint_of_the_device_goes_on_where_the_cpu_computes_and_back(fold
 def test_a_durable_run_goes_on_from_its_last_commit(folder, tmp_path, monkeypatch, update):
     plain = fragile.Run(tmp_path, update=update, durable=False)
     losses, expected = plain.train(), plain.state()
-    device = AcceleratorDevice(torch.device("cpu"), LateStreams())
-    monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
+    compute_late(monkeypatch)
     first = fragile.Run(folder, update=update)
     before = first.train(4)
     assert sum(there(first.model)) > 3
     first.kill()
-    monkeypatch.setattr(
-        engine_module, "open_device", lambda *_: AcceleratorDevice(torch.device("cpu"), LateStreams())
-    )
+    compute_late(monkeypatch)
     again = fragile.Run(folder, seed=99, update=update)
     assert again.first == 3
     assert {**before, **again.train()} == losses
@@ -351,8 +339,7 @@ def test_a_scaler_skips_the_step_whose_gradients_overflow(folder, tmp_path, monk
         return state(model, optimizer), scaler.get_scale()
 
     plain, scale = scaled(built(tmp_path, dtype="fp32"))
-    device = AcceleratorDevice(torch.device("cpu"), LateStreams())
-    monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
+    compute_late(monkeypatch)
     model = built(folder, dtype="fp32")
     found, after = scaled(model)
     assert all(there(model))
@@ -381,8 +368,7 @@ def with_missed_steps(folder, host_memory):
 
 def test_steps_of_zeros_that_follow_a_spilled_gradient_are_made(tmp_path, folder, monkeypatch):
     _, expected = with_missed_steps(tmp_path, "128KiB")
-    device = AcceleratorDevice(torch.device("cpu"), LateStreams())
-    monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
+    compute_late(monkeypatch)
     monkeypatch.setattr(GradientsOnDevice, "take", lambda *_, **__: False)  # without room there
     _, found = with_missed_steps(folder, "128KiB")
     assert same(found, expected)
@@ -434,8 +420,7 @@ def test_a_record_that_left_and_came_back_is_committed_as_it_is(folder, monkeypa
     first.engine.durable.commit_now()
     expected = first.state()
     first.kill()
-    device = AcceleratorDevice(torch.device("cpu"), LateStreams())
-    monkeypatch.setattr(engine_module, "open_device", lambda *_: device)
+    compute_late(monkeypatch)
     again = fragile.Run(folder, seed=99)
     assert again.first == 9
     found = again.state()

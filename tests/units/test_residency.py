@@ -19,18 +19,12 @@ from infinity.planning.placement import Move
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.units.residency import UnitResidency
 from infinity.units.unit import Unit
-from parity import build_both, differences, halves, optimizers, repeatable
+from parity import build_both, differences, halves, optimizers
 
-pytestmark = pytest.mark.disk
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("deterministic")]
 X = halves(4, 64)
 ROOM = "16MiB"
 """Host memory that has room for all of the small models here: everything ends up pinned."""
-
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    with repeatable():
-        yield
 
 
 @pytest.fixture(params=["in memory", "on disk"])

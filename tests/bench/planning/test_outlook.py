@@ -1,7 +1,5 @@
 """How `infinity plan` draws its figures. Trusted: planning. Faked: how much memory this machine has."""
 
-import argparse
-
 import pytest
 
 from infinity.bench.planning import outlook, sketch
@@ -11,14 +9,9 @@ from infinity.planning.outline import Outline, Stage, UnitOutline
 from infinity.planning.setting import Setting
 from infinity.planning.simulator import Disk, Rates
 from infinity.planning.zero_memory import STAGES, model_states
+from plan_calls import parsed
 
 RATES = Rates(Disk(2e9, 1e9, 1.5e9), update=1e9, checked=1e10, copied=1e10)
-
-
-def options(*given):
-    parser = argparse.ArgumentParser()
-    planning.add_arguments(parser)
-    return parser.parse_args([*given])
 
 
 def planned(host_nbytes=1 << 20, model="1m", **setting):
@@ -54,7 +47,7 @@ def test_a_figure_has_three_digits_in_a_unit_that_fits_it(shown, expected):
 
 
 def test_a_plan_of_a_small_model_shows_no_zeros():
-    findings = outlook.single([({}, planned())], options("check", "--model", "1m", "--tbw", "100"))
+    findings = outlook.single([({}, planned())], parsed("check", "--model", "1m", "--tbw", "100"))
     said = "\n".join([findings.title, *(row["shown"] for row in findings.rows), *findings.verdicts])
     for nothing in ("0.00 ", "0.000 ", " 0.0 "):
         assert nothing not in said
@@ -70,7 +63,7 @@ def test_a_plan_repeats_the_rates_that_it_takes_for_granted_and_whose_they_are()
     (given, measured) = (
         {row["what"]: row["shown"] for row in outlook.single([({}, one)], told).rows}
         for one in [planned()]
-        for told in (options("check", "--compute", "1", "--update-rate", "1"), options("check"))
+        for told in (parsed("check", "--compute", "1", "--update-rate", "1"), parsed("check"))
     )
     assert given["computing of each rank"].endswith("FLOPS reached (given)")
     assert given["the CPU's updates"] == "1.00 G parameters a second (given)"

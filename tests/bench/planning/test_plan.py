@@ -1,12 +1,11 @@
 """`infinity plan`: small models, or shapes of large ones, at given rates. Faked: what would be measured."""
 
-import argparse
-import io
 import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+import plan_calls
 from infinity.bench.engine.runs import SHAPES
 from infinity.bench.planning import cores, hindsight, machine, meta, pace, sketch
 from infinity.bench.planning import plan as planning
@@ -26,39 +26,13 @@ from infinity.planning.capacity import Process
 from infinity.planning.outline import trace_of
 from infinity.planning.setting import Setting
 from infinity.planning.simulator import Disk, Rates
+from plan_calls import RATES, parsed, rows_of
 
-RATES = ["--nvme-read", "2", "--nvme-write", "1", "--nvme-mixed", "1.5", "--compute", "1"]
+pytestmark = pytest.mark.usefixtures("unhurried")
+
 EXPERTS = ["check", "--model", str(Path(__file__).parents[2] / "planning/configs/mixtral-8x7b.json")]
+ask = partial(plan_calls.ask, width=200)
 KERNELS = Rates(Disk(1.0, 1.0, 1.0), update=1e9, checked=1e10, copied=1e10)
-
-
-@pytest.fixture(autouse=True)
-def unhurried(monkeypatch):
-    """Nothing is timed: that takes its time, and tells nothing here."""
-    monkeypatch.setattr(cores, "update_rate", lambda _: 1e9)
-    monkeypatch.setattr(cores, "hash_rate", lambda: 1e10)
-    monkeypatch.setattr(cores, "copy_rate", lambda: 1e10)
-    monkeypatch.setattr(pace, "compute_seconds", lambda *_: 2.0)
-
-
-def parsed(*arguments):
-    parser = argparse.ArgumentParser()
-    planning.add_arguments(parser)
-    return parser.parse_args(planning.spelled_out([*map(str, arguments)]))
-
-
-def ask(*arguments):
-    """Run the command; return its exit code and all it shows."""
-    text = io.StringIO()
-    console = Console(width=200, file=text)
-    code = planning.run(parsed(*arguments), console)
-    return code, text.getvalue()
-
-
-def facts(tmp_path, question, *arguments):
-    ask(question, *arguments, "--json", tmp_path / "plan.json")
-    return json.loads((tmp_path / "plan.json").read_text())["rows"]
-
 
 # One plan
 
@@ -89,9 +63,9 @@ def test_a_training_that_lacks_room_is_told_how_long_a_step_would_take(tmp_path)
     arguments = ("check", "--model", "1m", "--host-memory", "8MiB", "--machine-memory", "1MiB", *RATES)
     code, said = ask(*arguments)
     assert (code, "a step, if it had room" in said, "limited by" in said) == (1, True, True)
-    (short, *_) = facts(tmp_path, *arguments)
+    (short, *_) = rows_of(tmp_path, *arguments)
     (tmp_path / "plan.json").unlink()
-    (enough, *_) = facts(tmp_path, *arguments, "--machine-memory", "8GiB")
+    (enough, *_) = rows_of(tmp_path, *arguments, "--machine-memory", "8GiB")
     assert (short["facts"]["fits"], enough["facts"]["fits"]) == (False, True)
     assert short["facts"]["seconds"] == enough["facts"]["seconds"]
 
@@ -133,7 +107,7 @@ def test_python_and_torch_are_counted_where_they_were_measured(tmp_path, monkeyp
     _, said = ask("check", *arguments)
     assert "Python and torch are not counted" in said
     monkeypatch.setattr(machine, "process_memory", lambda: Process(own_nbytes=300, shared_nbytes=100))
-    (row, *_) = facts(tmp_path, "check", *arguments)
+    (row, *_) = rows_of(tmp_path, "check", *arguments)
     assert row["facts"]["needs"][0]["parts"]["Python and torch"] == 2 * 300 + 100
 
 
@@ -148,7 +122,7 @@ def test_without_rates_everything_but_the_time_is_told(tmp_path):
 
 
 def test_numbers_of_the_json_are_in_si_units(tmp_path):
-    (row, *_) = facts(
+    (row, *_) = rows_of(
         tmp_path, "check", "--model", "1m", "--host-memory", "1MiB", "--tokens", "2x32", "--tbw", "1", *RATES
     )
     found = row["facts"]
@@ -164,7 +138,7 @@ def test_numbers_of_the_json_are_in_si_units(tmp_path):
 def test_ranks_of_one_machine_share_its_disk_and_wear_it_together(tmp_path):
     args = ("check", "--model", "25m", "--link", "100", "--ranks", "2", *RATES)
     apart, together = (
-        facts(folder, *args, "--local-ranks", local, "--host-memory", f"{8 * local}MiB")[0]["facts"]
+        rows_of(folder, *args, "--local-ranks", local, "--host-memory", f"{8 * local}MiB")[0]["facts"]
         for local in (1, 2)
         for folder in [tmp_path / str(local)]
         if not folder.mkdir()
@@ -174,12 +148,12 @@ def test_ranks_of_one_machine_share_its_disk_and_wear_it_together(tmp_path):
 
 
 def test_time_is_calibrated_where_it_is_not_given(tmp_path):
-    (row, *_) = facts(tmp_path, "check", "--model", "1m", "--host-memory", "1MiB", *RATES[:-2])
+    (row, *_) = rows_of(tmp_path, "check", "--model", "1m", "--host-memory", "1MiB", *RATES[:-2])
     assert row["facts"]["compute_s"] == pytest.approx(2.0)
 
 
 def test_micro_batches_compute_as_often(tmp_path):
-    (row, *_) = facts(
+    (row, *_) = rows_of(
         tmp_path, "check", "--model", "1m", "--host-memory", "1MiB", "--micro-batches", "3", *RATES[:-2]
     )
     assert row["facts"]["compute_s"] == pytest.approx(6.0)
@@ -308,7 +282,7 @@ def test_flags_that_nobody_needs_daily_stand_apart(question, capsys):
 
 def test_a_sweep_plans_every_combination_and_draws_it(tmp_path):
     sweeps = ("host-memory=1MiB,4MiB", "tokens=1x64,1x128", "--plot", tmp_path / "s.png")
-    rows = facts(tmp_path, "sweep", *sweeps, "--model", "1m", *RATES)
+    rows = rows_of(tmp_path, "sweep", *sweeps, "--model", "1m", *RATES)
     assert [tuple(row["swept"].values()) for row in rows] == [
         *(("1.0 MiB", "1x64"), ("1.0 MiB", "1x128"), ("4.0 MiB", "1x64"), ("4.0 MiB", "1x128")),
     ]
@@ -601,7 +575,7 @@ def test_what_is_said_beside_a_gpus_name_counts(tmp_path):
     assert "100 TFLOPS reached, 18.6 GiB/s to it" in said
     (needs,) = (
         need
-        for need in facts(tmp_path, *ON_H200, "--gpu-memory", "2GiB")[0]["facts"]["needs"]
+        for need in rows_of(tmp_path, *ON_H200, "--gpu-memory", "2GiB")[0]["facts"]["needs"]
         if need["what"] == "memory of each GPU"
     )
     assert needs["has_nbytes"] == 2 << 30
@@ -612,7 +586,7 @@ def test_a_slower_link_makes_a_step_that_waits_for_it_longer(tmp_path):
     told = []
     for rate in ("50", "0.001"):
         (tmp_path / rate).mkdir()
-        told.append(facts(tmp_path / rate, *ON_H200, *few, "--gpu-link", rate)[0]["facts"])
+        told.append(rows_of(tmp_path / rate, *ON_H200, *few, "--gpu-link", rate)[0]["facts"])
     fast, slow = told
     assert slow["seconds"] > 2 * fast["seconds"]
     assert slow["limit"].startswith("bound by the link")

@@ -1,43 +1,23 @@
 """`infinity plan` of long sequences: budgets of activations, slices, ranks that share one. None is timed."""
 
-import argparse
-import io
-import json
+from functools import partial
 
 import pytest
-from rich.console import Console
 
-from infinity.bench.planning import cores, pace
-from infinity.bench.planning import plan as planning
+import plan_calls
 from infinity.errors import ConfigError
+from plan_calls import rows_of
 
+pytestmark = pytest.mark.usefixtures("unhurried")
+
+ask = partial(plan_calls.ask, "check")
 MACHINE = ["--model", "7b", "--gpu", "h100", "--host-memory", "400GiB", "--machine-memory", "500GiB"]
 MACHINE += ["--nvme-space", "4TB", "--tokens", "1x1000000", "--sequence-parallel", "4", "--local-ranks", "4"]
 BUDGET = ["--activation-memory", "40GiB", "--sequence-tiles", "auto", "--loss-tiles", "auto"]
 
 
-@pytest.fixture(autouse=True)
-def unhurried(monkeypatch):
-    """Nothing is timed: that takes its time, and tells nothing here."""
-    monkeypatch.setenv("INFINITY_MEASURE", "0")
-    monkeypatch.setattr(cores, "update_rate", lambda _: 1e9)
-    monkeypatch.setattr(cores, "hash_rate", lambda: 1e10)
-    monkeypatch.setattr(cores, "copy_rate", lambda: 1e10)
-    monkeypatch.setattr(pace, "compute_seconds", lambda *_: 2.0)
-
-
-def ask(*arguments):
-    """Run the command; return its exit code and all it shows."""
-    parser = argparse.ArgumentParser()
-    planning.add_arguments(parser)
-    text = io.StringIO()
-    options = parser.parse_args(planning.spelled_out(["check", *map(str, arguments)]))
-    return planning.run(options, Console(width=300, file=text)), text.getvalue()
-
-
 def facts(tmp_path, *arguments):
-    ask(*arguments, "--json", tmp_path / "plan.json")
-    return json.loads((tmp_path / "plan.json").read_text())["rows"][0]["facts"]
+    return rows_of(tmp_path, "check", *arguments)[0]["facts"]
 
 
 def test_a_million_tokens_on_four_ranks_fit_by_a_budget_and_the_plan_says_where_they_wait(tmp_path):

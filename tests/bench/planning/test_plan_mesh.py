@@ -1,41 +1,21 @@
 """`infinity plan` of tensor and pipeline parallelism. Faked: what would be measured."""
 
-import argparse
-import io
 import json
 import re
 import shlex
 
 import pytest
-from rich.console import Console
 
 from infinity.bench.planning import cores
-from infinity.bench.planning import plan as planning
 from infinity.errors import ConfigError
 from places import ROOT
+from plan_calls import RATES, ask
 
-RATES = ["--nvme-read", "2", "--nvme-write", "1", "--nvme-mixed", "1.5", "--compute", "1"]
+pytestmark = pytest.mark.usefixtures("unhurried")
+
 TRAINING = ["check", "--model", "25m", "--host-memory", "64MiB", "--tokens", "1x64", *RATES]
 LINKS = ["--link", "1", "--local-link", "100", "--micro-batches", "4"]
 MESH = ["--ranks", "16", "--local-ranks", "4", "--tensor-parallel", "2", "--pipeline-parallel", "2"]
-
-
-@pytest.fixture(autouse=True)
-def unhurried(monkeypatch):
-    """Nothing is timed: that takes its time, and tells nothing here."""
-    monkeypatch.setenv("INFINITY_MEASURE", "0")
-    monkeypatch.setattr(cores, "update_rate", lambda _: 1e9)
-    monkeypatch.setattr(cores, "hash_rate", lambda: 1e10)
-    monkeypatch.setattr(cores, "copy_rate", lambda: 1e10)
-
-
-def ask(*arguments):
-    """Run the command; return its exit code and all it shows."""
-    parser = argparse.ArgumentParser()
-    planning.add_arguments(parser)
-    text = io.StringIO()
-    options = parser.parse_args(planning.spelled_out([*map(str, arguments)]))
-    return planning.run(options, Console(width=300, file=text)), text.getvalue()
 
 
 def test_a_plan_of_a_mesh_says_what_a_rank_has_and_what_crosses_which_link(tmp_path):

@@ -15,18 +15,8 @@ from infinity.bench.tiling import tiles
 from infinity.bench.tiling.tile_worker import KINDS
 
 TINY = [
-    "--hidden",
-    "32",
-    "--tokens",
-    "64",
-    "--vocabulary",
-    "512",
-    "--tiles",
-    "2",
-    "--rounds",
-    "3",
-    "--threads",
-    "1",
+    *("--hidden", "32", "--tokens", "64", "--vocabulary", "512", "--tiles", "2", "--rounds", "3"),
+    *("--threads", "1"),
 ]
 CASE = {
     "kind": "mlp",
