@@ -108,7 +108,7 @@ class OutgoingShare:
         self.used_in_rounds = True
 
     def lend(self) -> int:
-        """Leave the whole share to another until `give_back`, where nothing takes any of it; return its bytes,
+        """Leave the whole share to another until `give_back`, if nothing takes any of it; return its bytes,
         else 0.
         """
         nbytes = 0 if self.ledger.held_nbytes else self.ledger.limit_nbytes

@@ -54,7 +54,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         """Start without units. assembler: None with one rank. outgoing: lends fetches host memory."""
         self._outgoing = outgoing
         self._ahead, self._ahead_of_divided = Ledger(0), Ledger(0)
-        """For units that wait: of all ranks; of divided experts, which decide nothing that all ranks fetch."""
+        """For units that wait: of all ranks; of divided experts, which decide no common fetch."""
         super().__init__(self._ahead, lane, on_host=device.is_host, in_order=assembler is not None)
         self._lane: StreamLane = lane
         self._steps, self._rounds = Course(make_plan), Course(make_cycle)

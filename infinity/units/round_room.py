@@ -21,7 +21,7 @@ class RoundRoom:
     """Lends both to rounds. Used by the residency, on the thread that computes."""
 
     def __init__(self, window: Ledger, outgoing: OutgoingShare | None, *, on_host: bool) -> None:
-        """window: of units that wait. outgoing: None where it is not to be lent. on_host: the CPU computes."""
+        """window: of units that wait. outgoing: None where none is lent. on_host: the CPU computes."""
         self._window, self._outgoing, self._on_host = window, outgoing, on_host
         self._threads = kernels.SleepingThreads()
         self._lent_nbytes = 0

@@ -3,6 +3,7 @@ while they wait shows in nothing but time, which no test looks at.
 """
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,15 +12,14 @@ from infinity.kernels import SleepingThreads, sleep
 
 
 def threads():
-    return len(os.listdir("/proc/self/task"))
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 @pytest.fixture(autouse=True)
 def _libgomp():
     torch.ones(64, 64) @ torch.ones(64, 64)  # its own threads are there
-    with open("/proc/self/maps") as maps:
-        if "libgomp" not in maps.read():
-            pytest.skip("torch runs on another OpenMP here")
+    if "libgomp" not in Path("/proc/self/maps").read_text():
+        pytest.skip("torch runs on another OpenMP here")
 
 
 def test_one_thread_more_is_known_to_openmp_while_anybody_asks():
