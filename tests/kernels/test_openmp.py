@@ -3,6 +3,7 @@ while they wait shows in nothing but time, which no test looks at.
 """
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,11 @@ def test_one_thread_more_is_known_to_openmp_while_anybody_asks():
     assert sleep(), "the other asks still"
     del other
     assert not sleep()
-    assert threads() <= before
+    for _ in range(1000):  # threads of a team end by themselves
+        if threads() <= before:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"{threads()} threads where there were {before}")
 
 
 def test_a_forked_child_has_no_such_thread_and_may_ask_for_its_own():
