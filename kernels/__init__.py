@@ -21,6 +21,7 @@ from infinity.kernels.blocks import (
 )
 from infinity.kernels.checksums import STRETCH_NUMEL, Checksums, Field
 from infinity.kernels.library import UnsupportedIsaError, bind_threads, isa, set_isa, set_threads, threads
+from infinity.kernels.openmp import SleepingThreads, sleep
 from infinity.kernels.operations import (
     MOST_ROWS,
     STATE_BLOCK,
@@ -74,6 +75,7 @@ __all__ = [
     "Rows",
     "SGDScalars",
     "ScaleBlocks",
+    "SleepingThreads",
     "SmallRecipe",
     "Strided",
     "UnsupportedIsaError",
@@ -108,6 +110,7 @@ __all__ = [
     "set_isa",
     "set_threads",
     "sgd",
+    "sleep",
     "small_step",
     "split",
     "state_key",

@@ -21,6 +21,9 @@ const uint64_t xxh3_lanes[8] = {
     0x85EBCA77C2B2AE63u, 0x85EBCA77u,         0x27D4EB2F165667C5u, 0x9E3779B1u,
 };
 
+/* Stretches that a thread copies and sums at once. */
+#define TAKEN_STRETCHES ((size_t)16)
+
 __extension__ typedef unsigned __int128 wide;
 
 /* Folds both halves of a product into one. */
@@ -54,12 +57,12 @@ struct summed {
 };
 
 /* Adds one stretch of a field to a sum shared by many threads. */
-static void add_stretch(const struct summed *s, const struct infinity_field *field, size_t number,
-                        uint64_t *sum) {
+static void add_stretch(uint64_t (*xxh3)(size_t n_bytes, const void *bytes),
+                        const struct infinity_field *field, size_t number, uint64_t *sum) {
     size_t start = number * field->stretch;
     if (start >= field->bytes) return;
     size_t n_bytes = field->bytes - start < field->stretch ? field->bytes - start : field->stretch;
-    uint64_t found = s->xxh3(n_bytes, (const char *)field->address + start);
+    uint64_t found = xxh3(n_bytes, (const char *)field->address + start);
     uint64_t mixed = avalanche(found ^ (number + 1) * PRIME64_1);
     __atomic_fetch_add(sum, mixed, __ATOMIC_RELAXED);
 }
@@ -70,19 +73,22 @@ static void summed_block(const void *args, size_t first, size_t count) {
         size_t number = i / STRETCH_NUMEL;
         for (size_t f = 0; s->before && f < s->n_fields; f++)
             if (s->fields[f].asks_before)
-                add_stretch(s, &s->fields[f], number, &s->fields[f].before);
+                add_stretch(s->xxh3, &s->fields[f], number, &s->fields[f].before);
         if (i < s->n) s->run(s->args, i, s->n - i < STRETCH_NUMEL ? s->n - i : STRETCH_NUMEL);
         for (size_t f = 0; s->after && f < s->n_fields; f++)
             if (s->fields[f].asks_after)
-                add_stretch(s, &s->fields[f], number, &s->fields[f].after);
+                add_stretch(s->xxh3, &s->fields[f], number, &s->fields[f].after);
     }
+}
+
+static size_t stretches_of(const struct infinity_field *field) {
+    return (field->bytes + field->stretch - 1) / field->stretch;
 }
 
 static void run_summing(struct summed *summed) {
     size_t span = summed->n;
     for (size_t f = 0; f < summed->n_fields; f++) {
-        const struct infinity_field *field = &summed->fields[f];
-        size_t stretches = (field->bytes + field->stretch - 1) / field->stretch;
+        size_t stretches = stretches_of(&summed->fields[f]);
         if (stretches * STRETCH_NUMEL > span) span = stretches * STRETCH_NUMEL;
     }
     summed->xxh3 = current_isa()->xxh3;
@@ -101,4 +107,39 @@ void run_summed(block_function run, const void *args, size_t n, size_t n_fields,
 void infinity_checksum(size_t n_fields, struct infinity_field *fields, int32_t after) {
     struct summed summed = {NULL, NULL, 0, n_fields, fields, NULL, !after, after};
     run_summing(&summed);
+}
+
+/* Fields one behind the other, and where their bytes come from. */
+struct taken {
+    const char *source;
+    size_t n_fields;
+    struct infinity_field *fields;
+    uint64_t (*xxh3)(size_t n_bytes, const void *bytes);
+};
+
+/* Stretches are numbered over all fields here. */
+static void take_block(const void *args, size_t first, size_t count) {
+    const struct taken *t = args;
+    const char *source = t->source;
+    size_t base = 0; /* the first stretch of field f */
+    for (size_t f = 0; f < t->n_fields && base < first + count; f++) {
+        struct infinity_field *field = &t->fields[f];
+        size_t stretches = stretches_of(field);
+        size_t from = first > base ? first - base : 0;
+        for (size_t i = from; i < stretches && base + i < first + count; i++) {
+            size_t start = i * field->stretch;
+            size_t n_bytes = field->bytes - start < field->stretch ? field->bytes - start : field->stretch;
+            memcpy((char *)(uintptr_t)field->address + start, source + start, n_bytes);
+            if (field->asks_before) add_stretch(t->xxh3, field, i, &field->before);
+        }
+        base += stretches;
+        source += field->bytes;
+    }
+}
+
+void infinity_take(size_t n_fields, struct infinity_field *fields, const void *source) {
+    struct taken taken = {source, n_fields, fields, current_isa()->xxh3};
+    size_t stretches = 0;
+    for (size_t f = 0; f < n_fields; f++) stretches += stretches_of(&fields[f]);
+    run_blocks(take_block, &taken, stretches, TAKEN_STRETCHES);
 }

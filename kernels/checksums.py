@@ -25,9 +25,9 @@ class Field(NamedTuple):
 class Checksums:
     """Checksums of some fields, before and after a kernel works on them: [Note: checksums].
 
-    Steps take them while they work, or `take_before` and `take_after` do, each once. Checksums depend neither
-    on threads nor on the instruction set, and any change within one stretch that changes its xxh3 changes
-    them.
+    Steps take them while they work, or `take_before` and `take_after` do, each once; those before the work
+    also `copy_from`, which brings the bytes. Checksums depend neither on threads nor on the instruction set,
+    and any change within one stretch that changes its xxh3 changes them.
     """
 
     def __init__(self, fields: Sequence[Field]) -> None:
@@ -41,14 +41,32 @@ class Checksums:
             if min(stretch, nbytes % stretch or stretch) < LEAST_NBYTES or nbytes <= 0:
                 message = f"{nbytes} B in stretches of {stretch}: expected {LEAST_NBYTES} B or more in each"
                 raise ValueError(message)
+        self._fields = fields
+        self._brought = False
         self.pointer: Any = ffi.new(
             "struct infinity_field[]",
             [(ffi.cast("void *", address), *others) for address, *others in fields],
         )
 
+    def copy_from(self, source: int, address: int, nbytes: int) -> bool:
+        """Copy `nbytes` from `source` to `address`, and take the checksums before a kernel's work on the way.
+        Where the fields are not these bytes, one behind the other, do nothing and return False.
+        """
+        end = address
+        for one in self._fields:
+            if one.address != end:
+                return False
+            end += one.nbytes
+        if end != address + nbytes:
+            return False
+        library.infinity_take(self.count, self.pointer, ffi.cast("void *", source))
+        self._brought = True
+        return True
+
     def take_before(self) -> None:
-        """Take the checksums before a kernel's work."""
-        library.infinity_checksum(self.count, self.pointer, 0)
+        """Take the checksums before a kernel's work, unless `copy_from` has."""
+        if not self._brought:
+            library.infinity_checksum(self.count, self.pointer, 0)
 
     def take_after(self) -> None:
         """Take the checksums after a kernel's work."""

@@ -207,6 +207,10 @@ struct infinity_field {
 /* Takes the checksums to be taken before a kernel's work, or those after it. */
 void infinity_checksum(size_t n_fields, struct infinity_field *fields, int32_t after);
 
+/* Copies what lies at source to the fields, which are filled one after the other, and takes their checksums
+ * before other work: each stretch is summed while the copy has it in the cache. */
+void infinity_take(size_t n_fields, struct infinity_field *fields, const void *source);
+
 /* One AdamW step over n elements, in place.  hi, lo: the split master; m, v: fp32.  fields: checksums to
  * take during the step, of fields that begin with the first of the n elements, or that the step does
  * not use; 0 and NULL: none. */
@@ -391,6 +395,10 @@ struct infinity_stream {
  * no arithmetic, as the limit of the kernel's speed.  Updated fields keep their values, written ones
  * become 0. */
 void infinity_traffic(size_t n, size_t n_streams, const struct infinity_stream *streams);
+
+/* Has OpenMP's threads sleep while they wait, as long as it was called more often with more > 0 than with
+ * more < 0: see openmp.c.  Returns whether they do. */
+int32_t infinity_let_sleep(int32_t more);
 
 /* The pool: n_threads includes the calling thread, so 1 means inline.  set waits for a running call.
  */

@@ -257,7 +257,9 @@ def _tile(model: Any, prompts: Sequence[Prompt], options: argparse.Namespace, fi
         widths = widths_of(model)
     except (AttributeError, ValueError):  # of an architecture whose blocks are not known
         return
-    limit = engine_of_model(model).budget.total_nbytes // _TILE_SHARE
+    engine = engine_of_model(model)
+    limit = engine.budget.total_nbytes // _TILE_SHARE
+    engine.outgoing_share.use_in_rounds()  # what that holds has its place in the budget
     prompt = max(len(one.ids) for one in prompts)
     if options.prefill is None:
         figures.chunk = options.prefill = widths.chunk(prompt, limit)

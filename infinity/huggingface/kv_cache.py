@@ -120,6 +120,7 @@ class _Segments:
             verify=str(engine.config.verify),
         )
         self._boundaries.open(engine.budget.tile_numel)
+        engine.outgoing_share.use_in_rounds()
         self._count = 0
 
     def tail_added(self) -> None:

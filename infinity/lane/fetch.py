@@ -21,11 +21,13 @@ from infinity.lane.outgoing import Lease
 from infinity.lane.passes import clear, piece_address
 from infinity.planning.layout import RecordSchema, TilePiece, pieces, tiles
 from infinity.planning.queue import JobLane
+from infinity.records.checksums import TileChecksums
 from infinity.records.record import Record
 from infinity.records.update_rules import Kernel, Recipe, UpdateSpan
 from infinity.records.updates import PendingUpdates, Update
 from infinity.records.weights import KERNEL_DTYPE, compute_dtype
 from infinity.sizes import round_up
+from infinity.storage.checkpoint_store import Arriving
 from infinity.storage.store import Transfer
 
 
@@ -118,6 +120,8 @@ class FetchPass(_UnitPass):
         super().__init__(unit, device, tile_numel, unit.flat)
         self._lease = stage
         self._stage: torch.Tensor | None = None
+        self._sums: dict[int, TileChecksums] = {}
+        """Of tiles on their way from files, by their first element."""
         self.on_finished.append(self._drop_stage)
 
     def _drop_stage(self) -> None:
@@ -170,8 +174,10 @@ class FetchPass(_UnitPass):
             self._stage = self._device.take_host_buffer(self._filled(), compute_dtype(schema))
         if at_once is not None and self.own_address("hi", 0) is not None:
             return tiles(self._filled(), self._tile_numel * at_once)
-        # What lies in files takes its window, too, twice as much for small parameters: see checkpoint_store.
-        width = schema.width if self.record.in_files is None else 3 * schema.width
+        # What lies in files takes its window, twice as much for small parameters: see checkpoint_store.
+        windows = 0 if self.record.in_files is None else 2 * schema.width
+        in_slot = windows == 0 or self.own_address("hi", 0) is None
+        width = windows + schema.width * in_slot
         return tiles(self._filled(), self._tile_numel * max(1, schema.slot_nbytes // width))
 
     def reads_and_writes(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
@@ -181,6 +187,31 @@ class FetchPass(_UnitPass):
     def process(self, start: int, stop: int, addresses: dict[str, int]) -> Sequence[Transfer] | None:
         """Upload."""
         return self._upload(start, stop, addresses)
+
+    def read(
+        self,
+        name: str,
+        start: int,
+        stop: int,
+        address: int,
+        owner: object,
+        *,
+        more: bool = False,
+        window: tuple[int, int] = (0, 0),
+    ) -> Transfer:
+        """See Pass; what is copied from a file's window is summed on the way."""
+        begun = super().read(name, start, stop, address, owner, more=more, window=window)
+        if isinstance(begun, Arriving):
+            self._sums[start] = sums = self.record.checksums(start, stop, {name: address}, (name,), ())
+            if sums.fields is not None:
+                begun.sum_by(sums.fields)
+        return begun
+
+    def checksums_of(
+        self, start: int, stop: int, addresses: dict[str, int], reads: Sequence[str], writes: Sequence[str]
+    ) -> TileChecksums:
+        """See Pass: those that `read` has prepared."""
+        return self._sums.pop(start, None) or super().checksums_of(start, stop, addresses, reads, writes)
 
 
 class _UpdatingPass(_UnitPass):

@@ -88,6 +88,8 @@ class OutgoingShare:
         self._deferred: list[Callable[[], None]] = []
         self.stall_s = 0.0
         """Seconds that computing waited for room, or for gradients."""
+        self.used_in_rounds = False
+        """Whether anything comes in rounds, too, which have no gradients."""
 
     def open(self, limit_nbytes: int) -> None:
         """Set the size of the share."""
@@ -100,6 +102,24 @@ class OutgoingShare:
         """
         held = self.ledger.held_nbytes
         return min(held, self.ledger.limit_nbytes) if self._device.is_host else held
+
+    def use_in_rounds(self) -> None:
+        """Have the share not be lent in rounds any more."""
+        self.used_in_rounds = True
+
+    def lend(self) -> int:
+        """Leave the whole share to another until `give_back`, if nothing takes any of it; return its bytes,
+        else 0.
+        """
+        nbytes = 0 if self.ledger.held_nbytes else self.ledger.limit_nbytes
+        if nbytes:
+            self.ledger.resize(0)
+            self.buffers.trim(0)
+        return nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        """Have the share again that was lent."""
+        self.ledger.resize(nbytes)
 
     # Leases
 

@@ -73,6 +73,11 @@ class Plan:
     lodged: tuple[int, ...] = ()
     """Units that are on an accelerator before the first use, and stay there."""
 
+    @property
+    def reads(self) -> bool:
+        """Whether anything is fetched after the opening."""
+        return any(step.fetch for step in self.steps)
+
     def __str__(self) -> str:
         """One line a use."""
         opening = "open" + (" fetch " + " ".join(map(str, self.opening)) if self.opening else "")

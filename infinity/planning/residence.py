@@ -259,10 +259,13 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
             self._staying.add(unit)
         else:
             self._staying.discard(unit)
-        self.make_resident(unit)
+        job = self._come(unit)
         if fetch:
             self._owed.extend(fetch)
-        if self._owed or self._announced:
+        if self._owed or self._announced:  # before the wait, so that the disk goes on meanwhile
+            self.fetch_owed()
+        self._await(unit, job)
+        if self._owed or self._announced:  # what was lent may have been given back
             self.fetch_owed()
 
     def announce(self, units: Iterable[_UnitT]) -> None:
@@ -293,6 +296,10 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
 
     def make_resident(self, unit: _UnitT) -> None:
         """Return when `unit` holds its current values on the device. It stays until it is released."""
+        self._await(unit, self._come(unit))
+
+    def _come(self, unit: _UnitT) -> Job | None:
+        """Have a unit be resident, or on its way; return what brings it, None where it is there."""
         residence = unit.residence
         if residence.charged_nbytes is not None:
             self._end_waiting(unit)
@@ -306,14 +313,20 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
             unit.allocate()
             residence.come(NO_FETCH)
             self.counts.count_met()
-            return
+            return None
         else:
             job = self._fetch(unit, urgent=True)
             self.counts.count_met(missed=not job.done)
         if not job.done:
             self._lane.promote(unit.record)
-            self._wait(job, "read")
-        self._arrived(unit)
+        return job
+
+    def _await(self, unit: _UnitT, job: Job | None) -> None:
+        """Return when what brings a unit is over; None stands for nothing."""
+        if job is not None:
+            if not job.done:
+                self._wait(job, "read")
+            self._arrived(unit)
 
     def _is_there(self, unit: _UnitT) -> bool:
         """Whether the present values lie in the memory that computes, without a fetch. The lane is asked
@@ -337,6 +350,8 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
             needed = unit is but or unit.index in wanted or unit in self._routed
             if not (self._keeps_resident or needed or unit.residence.lodged):
                 self.evict(unit)
+        while self._idle and not self._window.try_reserve(0):  # it has shrunk
+            self.evict(next(iter(self._idle)))
         self._owed = deque(wanted)
 
     def release(self, unit: _UnitT) -> None:

@@ -37,6 +37,9 @@ from infinity.storage.store import AllOf, Extent, Request
 
 logger = logging.getLogger("infinity")
 
+Sums = kernels.Checksums | None
+"""What takes the checksums of bytes while they are put in their places; None for nothing."""
+
 
 class _Source(NamedTuple):
     """Bytes of a file."""
@@ -65,7 +68,7 @@ class _Turn(NamedTuple):
 
     part: Part
     sources: list[_Source]
-    put: Callable[[Sequence[int]], None]
+    put: Callable[[Sequence[int], Sums], None]
 
 
 class FilePart(NamedTuple):
@@ -88,8 +91,9 @@ class FilePart(NamedTuple):
         for at in range(0, nbytes, most):
             n = min(most, nbytes - at)
 
-            def put(places: Sequence[int], n: int = n, to: int = target + at) -> None:
-                kernels.copy(n, to, places[0])
+            def put(places: Sequence[int], sums: Sums, n: int = n, to: int = target + at) -> None:
+                if sums is None or not sums.copy_from(places[0], to, n):
+                    kernels.copy(n, to, places[0])
 
             yield _Turn(self, [_Source(self.file, self.offset + first + at, n)], put)
 
@@ -134,7 +138,7 @@ class PackedPart(NamedTuple):
         element, numel = self.first + first // self.width, nbytes // self.width
         for cut in self.weight.cuts(element, numel, room_nbytes):
 
-            def put(places: Sequence[int], cut: PackedCut = cut) -> None:
+            def put(places: Sequence[int], _sums: Sums, cut: PackedCut = cut) -> None:
                 self.weight.widen(self.dtype, cut, places, element, numel, target)
 
             yield _Turn(self, self._of(cut.sources), put)
@@ -236,7 +240,7 @@ class _PackedCopy:
 _COPIES_ALIGNED = 64
 
 
-class _Arriving:
+class Arriving:
     """The transfers of one request, whose bytes are put in their places when they are awaited."""
 
     def __init__(
@@ -249,7 +253,8 @@ class _Arriving:
         """Begin with as many turns as the window holds, and with what goes to its place by itself."""
         self._store, self._request, self._turns = store, request, deque(turns)
         self._all: AllOf | None = None
-        self._puts: list[Callable[[], None]] = []
+        self._puts: list[Callable[[Sums], None]] = []
+        self._sums: Sums = None
         self._begin(straight)
 
     def _begin(self, straight: Sequence[_Read] = ()) -> None:
@@ -261,6 +266,10 @@ class _Arriving:
             self._puts.append(self._store.turned(self._request, turn, window))
         begun = self._store.begin(window.reads, self._request)
         self._all = AllOf(begun) if begun else None
+
+    def sum_by(self, sums: kernels.Checksums) -> None:
+        """Have the checksums of all bytes taken on the way to their place, where they go there at once."""
+        self._sums = sums
 
     @property
     def done(self) -> bool:
@@ -284,7 +293,7 @@ class _Arriving:
                 self._all.wait(timeout_s)
             puts, self._puts = self._puts, []
             for put in puts:
-                put()
+                put(self._sums)
             if not self._turns:
                 return
             self._begin()
@@ -399,7 +408,7 @@ class CheckpointStore:
 
     # Transfers
 
-    def write(self, request: Request) -> _Arriving:
+    def write(self, request: Request) -> Arriving:
         """Refuse: see `allocate`."""
         raise UnsupportedError(f"{request.what}: a checkpoint's files are never written")
 
@@ -417,7 +426,7 @@ class CheckpointStore:
                     moved += high - low
         return moved
 
-    def read(self, request: Request) -> _Arriving:
+    def read(self, request: Request) -> Arriving:
         """Begin a read; see DiskStore and [Note: windows].
 
         Raises: CorruptionError for a file that has changed.
@@ -437,9 +446,9 @@ class CheckpointStore:
                     continue
             turns += part.turns(first - part.at, nbytes, target, request.window[1])
         self._clear(request, at, stop)
-        return _Arriving(self, request, turns, straight)
+        return Arriving(self, request, turns, straight)
 
-    def turned(self, request: Request, turn: _Turn, window: _SpareRoom) -> Callable[[], None]:
+    def turned(self, request: Request, turn: _Turn, window: _SpareRoom) -> Callable[[Sums], None]:
         """Have what a turn needs read, and return what puts it in its place when that is over."""
         copy = self._copies.get(request.extent.offset)
         if copy is not None and copy.has(turn):
@@ -450,9 +459,9 @@ class CheckpointStore:
         if copy is None:
             return partial(turn.put, places)
 
-        def keep_and_put() -> None:
+        def keep_and_put(sums: Sums) -> None:
             copy.take(turn, places)
-            turn.put(places)
+            turn.put(places, sums)
 
         return keep_and_put
 

@@ -35,6 +35,7 @@ from infinity.units.changes import COMPARED_EVERY, would_be_lost
 from infinity.units.device_updates import DeviceUpdates, bring_down
 from infinity.units.meeting import MeetingOfRanks
 from infinity.units.refusals import Refusals
+from infinity.units.round_room import RoundRoom
 from infinity.units.routed_layers import RoutedLayers
 from infinity.units.stalls import stalls_of
 from infinity.units.unit import Unit
@@ -54,9 +55,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         """Start without units. assembler: None with one rank. outgoing: lends fetches host memory."""
         self._outgoing = outgoing
         self._ahead, self._ahead_of_divided = Ledger(0), Ledger(0)
-        """Shares for units that wait: of all ranks, and of experts that are divided among them: those differ
-        on each rank, and may not decide what all ranks fetch together.
-        """
+        """For units that wait: of all ranks; of divided experts, which decide no common fetch."""
         super().__init__(self._ahead, lane, on_host=device.is_host, in_order=assembler is not None)
         self._lane: StreamLane = lane
         self._steps, self._rounds = Course(make_plan), Course(make_cycle)
@@ -66,18 +65,17 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         """What stays by the plan of the other course."""
         self._device = device
         self._timeline = timeline
-        self.blocks: BlocksOfAll = DeviceBlocks(device)
-        if device.is_host:
-            self.blocks = HostBlocks(self._ahead, self._ahead_of_divided)
+        in_host = HostBlocks(self._ahead, self._ahead_of_divided)
+        self.blocks: BlocksOfAll = in_host if device.is_host else DeviceBlocks(device)
+        lends = outgoing if device.is_host and assembler is None else None
+        self._round_room = RoundRoom(self._ahead, lends, on_host=device.is_host)
         self._windows_nbytes: dict[Course, int] = {}
         """The window that the plan of each course knows."""
         self._values: Download | None = None
         self._device_updates: DeviceUpdates | None = None
         """Updates records that live on the device."""
         self._due: dict[Unit, Callable[[], None]] = {}
-        """Units that live on the device, to be updated there when their last user is gone, and the calls that
-        follow.
-        """
+        """Units that live on the device, updated when their last user is gone, and the calls that follow."""
         self.updates_at_fetch = True
         """Whether updates are pending until the next fetch, and not applied in the backward."""
         self.refusals = Refusals(lane, None if assembler is None else assembler.post_failure)
@@ -568,6 +566,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         """Begin a forward without gradients, of which many may follow: a round, by a plan that is a cycle.
         The step that was under way, if any, goes on at `end_rounds`, where it was.
         """
+        self._round_room.begin()
         course, cursor = self._rounds, self._rounds.cursor
         # What is to lie in place is not fetched ahead: its use puts it there.
         sizes = self._sizes(lambda u: 0 if u.comes_in_place or self._is_lodged(u) else u.window_nbytes)
@@ -582,6 +581,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         cursor.restart()
         if cursor.plan is None:
             raise AssertionError("expected a plan of the round that begins, got none")
+        self._round_room.follow(cursor.plan)
         if self._assembler is not None:
             self._assembler.check(cursor.plan)
         if not self.in_round:
@@ -595,5 +595,6 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         if self._rounds.cursor.trace:
             self._rounds.frequencies.close_step()
         self._course, self._set_apart = self._steps, self.stay_by(self._set_apart)
+        self._round_room.end()
         self._look_again(self.cursor, but=None)
         self.fetch_owed()

@@ -238,7 +238,7 @@ def test_rounds_that_repeat_read_into_memory_that_is_there(folder):
         sizes = [(256, 256), (256, 704), (704, 256), (256, 256)] * 4
         return nn.Sequential(*[nn.Linear(one, other) for one, other in sizes], nn.Linear(256, 2048))
 
-    model = offloaded(folder, "7MiB", build)
+    model = offloaded(folder, "6MiB", build)
     assert min(read_by_round(model)[0]) > 0
     blocks = engine_of_model(model).residency.blocks.buffers
     made = blocks.made

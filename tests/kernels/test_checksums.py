@@ -115,3 +115,44 @@ def test_a_step_takes_them_on_its_way_and_is_the_same_as_without(seed, numel, dt
 def test_stretches_that_xxh3_would_take_another_way_are_refused(nbytes, stretch):
     with pytest.raises(ValueError, match=f"{nbytes} B in stretches of {stretch}: expected 256 B"):
         Checksums([Field(1, nbytes, stretch, True, False)])
+
+
+@pytest.mark.usefixtures("_isa")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_is_copied_to_fields_that_lie_one_behind_the_other_is_summed_on_the_way(seed, threads):
+    before = kernels.threads()
+    kernels.set_threads(threads)
+    source = torch.randint(0, 256, ((1 << 20) + 3,), dtype=torch.uint8)
+    for sizes in [(300,), (4096, 4096, 300), (1 << 18, 1 << 18, 5 * 4096 + 256)]:
+        nbytes, target, at, fields = sum(sizes), torch.zeros(1 << 20, dtype=torch.uint8), 0, []
+        for number, size in enumerate(sizes):
+            fields.append(Field(target.data_ptr() + at, size, 4096, number != 1, False))
+            at += size
+        sums = Checksums(fields)
+        assert sums.copy_from(source.data_ptr() + 3, target.data_ptr(), nbytes)
+        assert torch.equal(target[:nbytes], source[3 : 3 + nbytes])
+        assert not target[nbytes:].any()
+        sums.take_before()  # which has been done
+        at = 0
+        for number, size in enumerate(sizes):
+            content = source[3 + at : 3 + at + size].numpy().tobytes()
+            assert sums.before(number) == (expected(content, 4096) if number != 1 else 0)
+            at += size
+    kernels.set_threads(before)
+
+
+def test_bytes_that_are_not_those_of_the_fields_are_not_copied(seed):
+    source, target = torch.ones(8192, dtype=torch.uint8), torch.zeros(8192, dtype=torch.uint8)
+    at = target.data_ptr()
+    for address, nbytes, places in [
+        (at, 8192, [at]),
+        (at + 4096, 4096, [at]),
+        (at, 8192, [at, at + 4000]),
+        (at, 8192, []),
+    ]:
+        sums = Checksums([Field(one, 4096, 4096, True, False) for one in places])
+        assert not sums.copy_from(source.data_ptr(), address, nbytes)
+        assert not target.any()
+        if places:
+            sums.take_before()
+            assert sums.before(0) == expected(bytes(4096), 4096)

@@ -211,6 +211,39 @@ def test_at_the_end_of_a_step_nothing_waits_and_nothing_is_owed():
     assert (engine.resident(), engine.window.nbytes) == ([], 10)
 
 
+class Watching(Lane):
+    """Notes, too, what is under way when somebody waits."""
+
+    def wait(self, job):
+        self.log.append(f"wait with {len(self.under_way)} under way")
+        super().wait(job)
+
+
+def test_what_is_owed_begins_before_a_use_waits_and_what_had_no_room_then_behind_it():
+    engine = Simple(window=20)
+    engine.lane = engine._lane = Watching()
+    engine.begin([0, 1])
+    engine.hold(0, 2)
+    assert engine.lane.log == ["fetch 0", "fetch 1", "fetch 2", "wait with 3 under way"]
+    engine.drop(0)
+    engine.lane.log.clear()
+    engine.hold(3, 0)  # a miss, for which nothing makes room
+    assert engine.lane.log == ["fetch 3 now", "wait with 3 under way"]
+    engine.hold(1)
+    assert engine.lane.log[2:] == ["fetch 0"], "1 waits no more"
+
+
+def test_a_window_that_has_shrunk_has_units_leave_that_the_data_chooses():
+    engine = Simple(window=30)
+    engine._routed = dict.fromkeys(engine.units, False)
+    for index in (2, 0, 1):
+        engine.hold(index, keep=True)
+        engine.drop(index)
+    engine.window.nbytes -= 20
+    engine.look_again([], 10, but=None)
+    assert (engine.resident(), engine.window.nbytes) == ([1], 0)
+
+
 def lodging(*lodged, units=4, window=20):
     engine = Simple(units, window, on_host=False)
     engine.lodge([engine.units[index] for index in lodged])

@@ -1,0 +1,55 @@
+"""Whether OpenMP's threads sleep. Trusted: how libgomp counts its threads, as /proc shows them. What they do
+while they wait shows in nothing but time, which no test looks at.
+"""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity.kernels import SleepingThreads, sleep
+
+
+def threads():
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.fixture(autouse=True)
+def _libgomp():
+    torch.ones(64, 64) @ torch.ones(64, 64)  # its own threads are there
+    if "libgomp" not in Path("/proc/self/maps").read_text():
+        pytest.skip("torch runs on another OpenMP here")
+
+
+def test_one_thread_more_is_known_to_openmp_while_anybody_asks():
+    before = threads()
+    one, other = SleepingThreads(), SleepingThreads()
+    assert not sleep()
+    for ask in (one, other, one):
+        ask.set(asked=True)
+        assert sleep()
+    one.set(asked=False)
+    assert sleep(), "the other asks still"
+    del other
+    assert not sleep()
+    for _ in range(1000):  # threads of a team end by themselves
+        if threads() <= before:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"{threads()} threads where there were {before}")
+
+
+def test_a_forked_child_has_no_such_thread_and_may_ask_for_its_own():
+    one = SleepingThreads()
+    one.set(asked=True)
+    child = os.fork()
+    if not child:
+        there = sleep()
+        mine = SleepingThreads()
+        mine.set(asked=True)
+        os._exit(0 if sleep() and not there else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    one.set(asked=False)
+    assert not sleep()
