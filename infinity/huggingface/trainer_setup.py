@@ -113,8 +113,9 @@ def settle_built(trainer: Any, args: Any) -> None:
         settle_in(model, args)
         return model
 
-    takes = range(number_of_arguments(build))  # the Trainer counts them, to give it a trial or not
-    built.__signature__ = Signature([Parameter(f"_{at}", Parameter.POSITIONAL_ONLY) for at in takes])  # type: ignore[attr-defined]
+    takes: int = number_of_arguments(build)  # type: ignore[no-untyped-call]
+    places = [Parameter(f"_{at}", Parameter.POSITIONAL_ONLY) for at in range(takes)]
+    vars(built)["__signature__"] = Signature(places)  # by which the Trainer gives it a trial, or not
     trainer.model_init = built
 
 
