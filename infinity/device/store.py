@@ -3,7 +3,8 @@
 [Note: work and copies on one extent]
 Torch's kernels use an extent in place, on the streams of the threads that compute; passes of the lane copy
 its bytes from and to the host, on the streams of the copies. A copy waits, on its stream, for the event of
-the last `used`. Work that follows `arrived` waits for the last copy to the extent, and for the last `used` of
+the last `used`, and keeps the memory until it has run: a commit may read weights whose memory is replaced
+meanwhile. Work that follows `arrived` waits for the last copy to the extent, and for the last `used` of
 another stream. That no pass walks over a record while its update is queued is the caller's to see; see
 units/device_updates.py.
 """
@@ -75,26 +76,27 @@ class DeviceStore(TensorStore):
             raise
 
     def _extent(self, nbytes: int) -> Extent:
-        with torch.inference_mode(mode=False), torch.no_grad():
-            tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self._place)
-        stream, number = self._streams.current(), next(self._numbers)
-        self._memories[number] = _Memory(tensor, stream, stream, self._streams.record(stream))
+        number = next(self._numbers)
+        self._memories[number] = self._new(nbytes)
         with self._counting:
             self.held_nbytes += nbytes
         return Extent(self, number, nbytes)
 
+    def _new(self, nbytes: int) -> _Memory:
+        with torch.inference_mode(mode=False), torch.no_grad():
+            tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self._place)
+        stream = self._streams.current()
+        return _Memory(tensor, stream, stream, self._streams.record(stream))
+
     def free(self, extent: Extent) -> None:
         """See TensorStore."""
-        memory = self._forget(extent)
+        with self._counting:
+            self.held_nbytes -= extent.nbytes
+        memory = self._memories.pop(extent.offset)
         for stream in memory.others:
             self._streams.wait(memory.owner, self._streams.record(stream))
         del memory
         self._room.give_back(self._room.nbytes(extent.nbytes))
-
-    def _forget(self, extent: Extent) -> _Memory:
-        with self._counting:
-            self.held_nbytes -= extent.nbytes
-        return self._memories.pop(extent.offset)
 
     def read(self, request: Request) -> Transfer:
         """See TensorStore: a copy to the host."""
@@ -105,6 +107,7 @@ class DeviceStore(TensorStore):
         if memory.filled is not None:
             self._streams.wait(self._down, memory.filled)
         self._streams.copy(self._down, host, device)
+        self._streams.keep(self._down, device)
         self._count(0, request.nbytes)
         return Copy(self._streams.record(self._down))
 
@@ -115,6 +118,7 @@ class DeviceStore(TensorStore):
         memory, device, host = self._both(request)
         self._streams.wait(self._up, memory.used)
         self._streams.copy(self._up, device, host)
+        self._streams.keep(self._up, device)
         self._count(request.nbytes, 0)
         memory.filled = self._streams.record(self._up)
         return Copy(memory.filled)
@@ -149,12 +153,12 @@ class DeviceStore(TensorStore):
 
     def replace(self, extent: Extent) -> Extent:
         """See TensorStore."""
-        new = self._extent(extent.nbytes)
+        new = self._new(extent.nbytes)
         self.arrived(extent)
-        self.tensor(new).copy_(self.tensor(extent))
-        self.used(new)
-        self.used(extent)
-        old = self._forget(extent)  # whose memory is others' from now on
+        old = self._memories[extent.offset]  # whose memory is others' from now on
+        new.tensor.copy_(old.tensor)
+        new.used = self._streams.record(new.stream)
+        self._memories[extent.offset] = new  # in one step: a pass of the lane reads one or the other
         for stream in old.others:
             self._streams.keep(stream, old.tensor)
-        return new
+        return extent
