@@ -3,9 +3,9 @@
 [Note: work and copies on one extent]
 Torch's kernels use an extent in place, on the streams of the threads that compute; passes of the lane copy
 its bytes from and to the host, on the streams of the copies. A copy waits, on its stream, for the event of
-the last `used`, and keeps the memory until it has run: a commit may read weights whose memory is replaced
-meanwhile. Work that follows `arrived` waits for the last copy to the extent, and for the last `used` of
-another stream. That no pass walks over a record while its update is queued is the caller's to see; see
+the last `used`. Work that follows `arrived` waits for the last copy to the extent, and for the last `used` of
+another stream. Memory that is freed, or replaced while a commit copies it, is others' behind those copies.
+That no pass walks over a record while its update is queued is the caller's to see; see
 units/device_updates.py.
 """
 
@@ -39,6 +39,8 @@ class _Memory:
     """The end of that work."""
     filled: Event | None = None
     """The end of the last copy to it."""
+    taken: Event | None = None
+    """The end of the last copy from it."""
     others: list[Any] = field(default_factory=list)
     """Further streams that have used it."""
 
@@ -64,6 +66,8 @@ class DeviceStore(TensorStore):
         self._numbers = itertools.count()
         self._counting = threading.Lock()
         """Held while `held_nbytes` changes: passes of the lane free extents."""
+        self._replacing = threading.Lock()
+        """Held while memory is replaced, and while a copy from it is queued."""
 
     def allocate(self, nbytes: int, what: str) -> Extent:
         """See TensorStore."""
@@ -93,23 +97,31 @@ class DeviceStore(TensorStore):
         with self._counting:
             self.held_nbytes -= extent.nbytes
         memory = self._memories.pop(extent.offset)
+        self._await_copies(memory)
         for stream in memory.others:
             self._streams.wait(memory.owner, self._streams.record(stream))
         del memory
         self._room.give_back(self._room.nbytes(extent.nbytes))
 
+    def _await_copies(self, memory: _Memory) -> None:
+        """Have what gets this memory next wait for the copies from and to it: torch gives it to its owner."""
+        for event in (memory.taken, memory.filled):
+            if event is not None:
+                self._streams.wait(memory.owner, event)
+
     def read(self, request: Request) -> Transfer:
         """See TensorStore: a copy to the host."""
         if not request.nbytes:
             return DONE
-        memory, device, host = self._both(request)
-        self._streams.wait(self._down, memory.used)
-        if memory.filled is not None:
-            self._streams.wait(self._down, memory.filled)
-        self._streams.copy(self._down, host, device)
-        self._streams.keep(self._down, device)
+        with self._replacing:
+            memory, device, host = self._both(request)
+            self._streams.wait(self._down, memory.used)
+            if memory.filled is not None:
+                self._streams.wait(self._down, memory.filled)
+            self._streams.copy(self._down, host, device)
+            taken = memory.taken = self._streams.record(self._down)
         self._count(0, request.nbytes)
-        return Copy(self._streams.record(self._down))
+        return Copy(taken)
 
     def write(self, request: Request) -> Transfer:
         """See TensorStore: a copy from the host."""
@@ -118,7 +130,6 @@ class DeviceStore(TensorStore):
         memory, device, host = self._both(request)
         self._streams.wait(self._up, memory.used)
         self._streams.copy(self._up, device, host)
-        self._streams.keep(self._up, device)
         self._count(request.nbytes, 0)
         memory.filled = self._streams.record(self._up)
         return Copy(memory.filled)
@@ -158,7 +169,9 @@ class DeviceStore(TensorStore):
         old = self._memories[extent.offset]  # whose memory is others' from now on
         new.tensor.copy_(old.tensor)
         new.used = self._streams.record(new.stream)
-        self._memories[extent.offset] = new  # in one step: a pass of the lane reads one or the other
+        with self._replacing:
+            self._await_copies(old)
+            self._memories[extent.offset] = new
         for stream in old.others:
             self._streams.keep(stream, old.tensor)
         return extent

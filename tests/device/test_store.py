@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.device.device import AcceleratorDevice
 from infinity.storage.store import Request
@@ -17,21 +16,29 @@ def store():
 
 
 def begin(store, extent, host, copy):
-    """Begin a copy between an extent and host memory; return it, and what refers to the extent's memory."""
-    memory = StorageWeakRef(store.tensor(extent).untyped_storage())
-    return copy(Request(extent, 0, host.data_ptr(), NBYTES, "hi", host)), memory
+    """Begin a copy between an extent and host memory."""
+    return copy(Request(extent, 0, host.data_ptr(), NBYTES, "hi", host))
 
 
 @pytest.mark.parametrize("way", ["replace", "free"])
-def test_a_copy_from_the_device_keeps_memory_that_a_use_replaces_or_frees_meanwhile(store, way):
+def test_memory_that_a_use_replaces_or_frees_is_nobody_elses_before_a_copy_from_it_is_over(store, way):
     """As a commit copies weights that the forward beside it leaves to their views."""
     extent, host = store.allocate(NBYTES, "hi"), torch.zeros(NBYTES, dtype=torch.uint8)
     store.tensor(extent).fill_(7)
-    copy, memory = begin(store, extent, host, store.read)
+    copy = begin(store, extent, host, store.read)
+    assert not host.any()
     getattr(store, way)(extent)
-    assert not memory.expired()
+    assert host.eq(7).all(), "the thread that computes goes on behind the copy"
     copy.wait()
-    assert host.eq(7).all()
+
+
+def test_memory_that_is_freed_is_nobody_elses_before_a_copy_to_it_is_over(store):
+    extent, host = store.allocate(NBYTES, "hi"), torch.full((NBYTES,), 7, dtype=torch.uint8)
+    memory = store.tensor(extent)
+    copy = begin(store, extent, host, store.write)
+    store.free(extent)
+    assert memory.eq(7).all()
+    copy.wait()
 
 
 def test_an_extent_whose_memory_is_replaced_stays_the_same_with_its_bytes_and_its_count(store):
@@ -41,13 +48,5 @@ def test_an_extent_whose_memory_is_replaced_stays_the_same_with_its_bytes_and_it
     assert store.replace(extent) == extent
     assert store.held_nbytes == extent.nbytes
     old.zero_()
-    begin(store, extent, host, store.read)[0].wait()
+    begin(store, extent, host, store.read).wait()
     assert host.eq(7).all()
-
-
-def test_a_copy_to_the_device_keeps_memory_that_is_freed_meanwhile(store):
-    extent, host = store.allocate(NBYTES, "hi"), torch.full((NBYTES,), 7, dtype=torch.uint8)
-    copy, memory = begin(store, extent, host, store.write)
-    store.free(extent)
-    assert not memory.expired()
-    copy.wait()
