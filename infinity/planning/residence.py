@@ -249,6 +249,11 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
     def _wait(self, job: Job, cause: str) -> None:
         """Wait for what computing cannot go on without; count the time for `cause`, "read" or "update"."""
 
+    @property
+    def in_round(self) -> bool:
+        """Whether uses are those of a round: forwards without gradients, one after the other."""
+        return False
+
     # Uses
 
     def use(self, unit: _UnitT, fetch: Sequence[int], *, keep: bool) -> None:
@@ -262,7 +267,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         job = self._come(unit)
         if fetch:
             self._owed.extend(fetch)
-        if self._owed or self._announced:  # before the wait, so that the disk goes on meanwhile
+        if self.in_round and self._owed:  # a round waits for the disk alone, which goes on meanwhile
             self.fetch_owed()
         self._await(unit, job)
         if self._owed or self._announced:  # what was lent may have been given back
