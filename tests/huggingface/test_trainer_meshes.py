@@ -112,7 +112,9 @@ def test_a_training_over_a_mesh_resumes_loads_its_best_and_saves_whole_weights(a
 def test_what_does_not_go_with_a_mesh_is_refused_by_name_on_all_ranks(answers, launch):
     for one in answers(launch, "refused"):
         assert "give it the callback when it is made" in one["late"]
-        assert one["ordinary"].startswith("UnsupportedError: the Trainer with own, which was not built")
+        assert one["ordinary"].startswith(
+            "UnsupportedError: the Trainer does not train own, which was not built"
+        )
         assert one["objects"].startswith("UnsupportedError: TrainingArguments(eval_use_gather_object=True)")
         assert one["weights alone"].startswith("UnsupportedError: TrainingArguments(save_only_model=True)")
         assert one["by block"].startswith("UnsupportedError: LlamaForCausalLM is divided among ranks")

@@ -2,13 +2,13 @@
 while they wait shows in nothing but time, which no test looks at.
 """
 
-import os
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from children import ended
 from infinity.kernels import SleepingThreads, sleep
 
 
@@ -44,12 +44,14 @@ def test_one_thread_more_is_known_to_openmp_while_anybody_asks():
 def test_a_forked_child_has_no_such_thread_and_may_ask_for_its_own():
     one = SleepingThreads()
     one.set(asked=True)
-    child = os.fork()
-    if not child:
-        there = sleep()
+
+    def work(say):
+        say(before=sleep())
         mine = SleepingThreads()
         mine.set(asked=True)
-        os._exit(0 if sleep() and not there else 1)
-    assert os.waitpid(child, 0)[1] == 0
+        say(asked=sleep())
+
+    said = ended(work)
+    assert (said["before"], said["asked"]) == (False, True)
     one.set(asked=False)
     assert not sleep()
