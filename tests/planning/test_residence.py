@@ -219,11 +219,21 @@ class Watching(Lane):
         super().wait(job)
 
 
-def test_what_is_owed_begins_before_a_use_waits_and_what_had_no_room_then_behind_it():
-    engine = Simple(window=20)
+class InRound(Simple):
+    """One whose uses are those of a round."""
+
+    in_round = True
+
+
+def watched(engine):
     engine.lane = engine._lane = Watching()
     engine.begin([0, 1])
     engine.hold(0, 2)
+    return engine
+
+
+def test_in_a_round_what_is_owed_begins_before_a_use_waits_and_what_had_no_room_then_behind_it():
+    engine = watched(InRound(window=20))
     assert engine.lane.log == ["fetch 0", "fetch 1", "fetch 2", "wait with 3 under way"]
     engine.drop(0)
     engine.lane.log.clear()
@@ -231,6 +241,11 @@ def test_what_is_owed_begins_before_a_use_waits_and_what_had_no_room_then_behind
     assert engine.lane.log == ["fetch 3 now", "wait with 3 under way"]
     engine.hold(1)
     assert engine.lane.log[2:] == ["fetch 0"], "1 waits no more"
+
+
+def test_in_a_step_what_is_owed_begins_behind_the_wait_of_a_use():
+    engine = watched(Simple(window=20))
+    assert engine.lane.log == ["fetch 0", "fetch 1", "wait with 2 under way", "fetch 2"]
 
 
 def test_a_window_that_has_shrunk_has_units_leave_that_the_data_chooses():
