@@ -8,7 +8,6 @@ import accelerate
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -23,14 +22,7 @@ from infinity.sequences.batches import split
 DATA = [{"input_ids": torch.arange(4) + 10 * row} for row in range(12)]
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    """Accelerate keeps its settings in the process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 @pytest.fixture
