@@ -198,7 +198,10 @@ def test_a_gradient_that_is_kept_keeps_no_others_of_its_call_in_slices(memory, f
     assert {one.untyped_storage().nbytes() - one.nbytes for one in kept} == {0}
 
 
-def test_a_step_of_eight_micro_batches_moves_the_bytes_of_one(folder):
+def test_steps_of_eight_micro_batches_move_the_bytes_of_one(folder):
+    """A piece of a unit stays in memory until the next step or not: single steps differ by 0.7 bytes."""
+    steps = 5
+
     def moved(micro_batches):
         shape = models.SIZES | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
         with infinity.Init(nvme=str(folder), host_memory="384KiB"):
@@ -207,18 +210,19 @@ def test_a_step_of_eight_micro_batches_moves_the_bytes_of_one(folder):
         tiling.tile_loss_(model)
         tiling.tile_batch_(model, 1)
         ids = models.batch(0, rows=micro_batches, length=8)
-        for _ in range(3):
-            before = infinity.stats(model)
+        for number in range(2 + steps):
+            if number == 2:
+                before = infinity.stats(model)
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        step = infinity.stats(model).since(before)
-        nbytes = sum(step.read_nbytes.values()) + sum(step.written_nbytes.values())
-        return nbytes / model.num_parameters()
+        moved = infinity.stats(model).since(before)
+        nbytes = sum(moved.read_nbytes.values()) + sum(moved.written_nbytes.values())
+        return nbytes / model.num_parameters() / steps
 
     one, eight = moved(1), moved(8)
     assert eight <= 26.5
-    assert abs(eight - one) <= 0.5, "a piece of a unit may be there or not, whatever the number"
+    assert abs(eight - one) <= 0.5
 
 
 def test_a_layer_eight_times_the_budget_trains(folder):
