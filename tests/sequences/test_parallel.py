@@ -270,7 +270,8 @@ def test_the_loader_gives_each_rank_its_part_and_goes_on_where_it_was(batches, o
 )
 def test_inside_whole_the_loader_gives_each_rank_whole_batches(batches, own, numbers):
     def work(group):
-        sequences = divided(group, built("llama"))
+        model = built("llama")
+        sequences = divided(group, model)
         with sequences.whole():
             return list(SequenceParallelLoader(Loader(own * group.rank), sequences, batches=batches))
 
