@@ -73,11 +73,12 @@ def compute_seconds(name: str, outline: Outline, tokens: int, sequence: int) -> 
 
 def extrapolated(few: tuple[float, float], more: tuple[float, float], operations: float) -> float:
     """Return the seconds of so many operations, by two pairs of operations and seconds: a constant, and so
-    long for each. At least those of `more`, where the two say that there is no constant, or nothing else.
+    long for each. In proportion to those of `more` where that says less, or where `few` took no less time:
+    something else has disturbed it.
     """
     each = (more[1] - few[1]) / (more[0] - few[0])
     in_proportion = more[1] * operations / more[0]
-    return min(in_proportion, max(more[1], more[1] + each * (operations - more[0])))
+    return in_proportion if each <= 0 else min(in_proportion, more[1] + each * (operations - more[0]))
 
 
 def _batch(tokens: int, sequence: int, share: float) -> tuple[int, int]:

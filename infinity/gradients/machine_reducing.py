@@ -73,9 +73,11 @@ class GradientPlaces:
         said = rows.nbytes << 16 | columns.start & 0xFFFF
         told = self._meetings.meet(channel, said, what)
         if any(one != said for one in told):
+            of_each = [f"rank {rank} {one >> 16} bytes, at {one & 0xFFFF}" for rank, one in enumerate(told)]
             raise RanksError(
-                f"{what}: the ranks bring gradients of different sizes to memory that they share: {told}. "
-                "Start again from the last checkpoint; Config(shared_memory=False) shares none"
+                f"{what}: the ranks bring gradients of different sizes, or other pieces of them, to memory "
+                f"that they share: {'; '.join(of_each)}. Likely cause: an error that one of them caught, and "
+                "went on. Start again from the last checkpoint; Config(shared_memory=False) shares none"
             )
         places = [one[turn] + self._own * width for one in self._places]
         places[self._own] = rows[self._own, columns.start :].data_ptr()

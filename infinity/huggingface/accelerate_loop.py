@@ -239,7 +239,7 @@ class _SplitLoop:
         Raises: UnsupportedError where the ranks of a sequence have others, and for what is no tensor.
         """
         sequences = self._sequences()
-        if sequences is None or sequences.is_whole:
+        if sequences is None:
             return self._usual["gather_for_metrics"](input_data, use_gather_object)
         _check_tensors(input_data, as_objects=use_gather_object)
         gather = self._accelerator.gather
@@ -331,6 +331,7 @@ def _once_each(places: list[int], gathered: torch.Tensor) -> torch.Tensor:
                 f"gather_for_metrics: ranks {first} and {rank} share a sequence, and have other values of "
                 f"shape {tuple(rows[rank].shape)}: these are of a rank's tokens alone. Give what is the same "
                 "on both (the model's loss is), add them up first (sequences.mean), or evaluate inside "
-                "`with loader.sequences.whole():`"
+                "`with loader.sequences.whole():`, where both have the whole batch; gather() gathers what "
+                "each rank has"
             )
     return rows[firsts].flatten(0, 1)

@@ -226,7 +226,7 @@ class Channel:
 
     def wait_for(self, begin: Callable[..., Any], what: str) -> None:
         """Wait for the work that `begin` returns, as for a collective over gloo."""
-        self._do(what, self._data, begin)
+        self._do(what, self._host, begin)
 
     def _over(self, values: torch.Tensor) -> Any:
         return self._host if values.device.type == "cpu" else self._data  # host memory goes over gloo

@@ -27,7 +27,8 @@ class SequenceParallelLoader:
     infinity.sequence_parallel returned. batches: "same", where the loader gives all ranks of a sequence the
     same batch: a sampler for `sequences.data_ranks` replicas, of which this is `sequences.data_rank`. Or "in
     turn", where it gives each rank batches of its own, as the Trainer's does: then the ranks work on those of
-    the first, of the second, and so on. Losses are those of one rank with whole sequences.
+    the first, of the second, and so on. Losses are those of one rank with whole sequences. Inside
+    `sequences.whole()`, where each rank computes on whole sequences, it yields whole batches.
 
     Raises: RanksError where the ranks' batches are not the same, or do not end together; UnsupportedError for
     lengths that the ranks do not divide.
@@ -73,7 +74,7 @@ class SequenceParallelLoader:
             for turn in range(skipped, self.sequences.size) if self._in_turn else (0,):
                 whole = self._given(batch, turn) if self._in_turn else batch
                 self._turn = (turn + 1) % self.sequences.size if self._in_turn else 0
-                yield self.sequences.split(whole)
+                yield dict(whole) if self.sequences.is_whole else self.sequences.split(whole)
             skipped = 0
 
     def _agree(self, batch: Any) -> None:

@@ -307,8 +307,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         Raises: UnsupportedError for an expert that other ranks have.
         """
         if not unit.attached:
-            if unit.record.is_elsewhere:
-                unit.check_is_here()
+            unit.check_is_here()
             self._use(unit, phase)
             self._attach(unit)
         unit.residence.use()
@@ -591,6 +590,7 @@ class UnitResidency(Residency[Unit, UpdatePass]):
     def end_rounds(self) -> None:
         """Go on with the step, where it was; after a round that was the last one, for now."""
         if not self.in_round:
+            self._round_room.end()  # of a round that an error has kept from beginning
             return
         if self._rounds.cursor.trace:
             self._rounds.frequencies.close_step()

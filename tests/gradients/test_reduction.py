@@ -75,10 +75,10 @@ class Means:
         self.added.append((gradient.unit.name, tensor))
 
 
-def opened(bucket=5 * UNIT, outgoing=1 << 20, units=(), device=HOST, places=None):
+def opened(bucket=5 * UNIT, outgoing=1 << 20, units=(), device=HOST, places=None, size=2):
     lane, share, means = Lane(), OutgoingShare(HOST, Timeline()), Means()
     share.open(outgoing)
-    ranks = types.SimpleNamespace(size=2, least=lambda value, _: value)
+    ranks = types.SimpleNamespace(size=size, least=lambda value, _: value)
     reducers = types.SimpleNamespace(
         ranks=ranks, coding=None, reduces=lambda _: lane, share_gradients=lambda _: places
     )
@@ -240,12 +240,14 @@ def test_a_unit_that_is_asked_for_is_summed_by_itself_and_the_bucket_stays_open(
     assert share.ledger.held_nbytes == UNIT
 
 
-def test_experts_that_only_some_ranks_have_are_summed_by_themselves():
-    reduction, lane, _, means = opened()
+def test_experts_that_only_some_ranks_have_are_summed_by_themselves_and_divided_by_all():
+    reduction, lane, _, means = opened(size=4)
     unit = Unit("a", holders=Holders(4, 0, 2))
-    arrive(reduction, unit)
+    arrive(reduction, unit, value=4.0)
     assert reduction.complete(unit, means) == [unit]
-    assert len(lane.queued) == 1
+    (job,) = lane.queued
+    lane.wait(job)
+    assert set(means.came["a", 0].tolist()) == {3.0}, "of 4 and 8, which two ranks have, over four"
 
 
 def test_a_sum_that_fails_gives_the_devices_memory_back(monkeypatch):

@@ -199,13 +199,12 @@ def test_metrics_are_kept_once_for_each_sequence_and_those_of_a_ranks_tokens_ref
         _once_each([0, 0, 1, 1], torch.tensor([[0, 1], [0, 1], [2, 3], [4, 5]]))
 
 
-def test_metrics_that_are_no_tensors_are_refused_and_whole_sequences_gathered_as_ever(looping, monkeypatch):
+def test_metrics_that_are_no_tensors_are_refused_and_of_other_models_gathered_as_ever(looping, monkeypatch):
     accelerator = looping()
     for given, options in ((["text"], {}), (torch.ones(2), {"use_gather_object": True})):
         with pytest.raises(UnsupportedError, match=r"gather_object"):
             accelerator.gather_for_metrics(given, **options)
     assert accelerator.gather_for_metrics({"loss": torch.ones(2)})["loss"].tolist() == [1.0, 1.0]
     assert "gather" not in vars(accelerator)
-    whole = SimpleNamespace(is_whole=True)
-    monkeypatch.setattr(module, "sequences_of", lambda _model: whole)
+    monkeypatch.setattr(module, "is_divided", lambda _model: False)
     assert accelerator.gather_for_metrics(["text"]) == ["text"]

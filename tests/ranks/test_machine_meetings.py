@@ -132,3 +132,34 @@ def test_a_system_without_futexes_or_locks_is_told_of_on_all_ranks_and_nothing_s
     monkeypatch.setattr(machine_meetings, "_FUTEX", -1)
     assert all("is not known" in one for one in on_ranks(2, refused, kind=MachineRank))
     assert descriptors() == []
+
+
+def test_ranks_meet_on_over_the_number_behind_which_counts_begin_anew(file):
+    before = (1 << 32) - 3
+    memory = SharedMemory(os.dup(file), 4 * PAGE)
+    for one in range(2):
+        ctypes.c_uint32.from_address(memory.address + PAGE + 64 * one).value = before
+
+    def said(own):
+        meetings = joined(file, own)
+        meetings.number = before
+        return [meetings.meet(Channel(), 10 * number + own, "meet") for number in range(6)]
+
+    other = Child(lambda say: say(said=said(1)))
+    assert said(0) == [[10 * number, 10 * number + 1] for number in range(6)]
+    while not other.over():
+        time.sleep(0.005)
+    assert other.last["said"] == [[10 * number, 10 * number + 1] for number in range(6)]
+
+
+def test_a_fork_of_a_rank_that_ends_leaves_the_rank_there(file):
+    def stays(say):
+        say(stays=machine_meetings._stays(SharedMemory(os.dup(file), 4 * PAGE), 0))
+
+    meetings = joined(file, 0)
+    for _ in range(
+        2
+    ):  # each closes what it has inherited; the second sees what the end of the first has left
+        assert ended(stays)["stays"]
+    meetings.memory.close()
+    assert not ended(stays)["stays"]

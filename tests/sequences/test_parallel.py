@@ -265,6 +265,23 @@ def test_the_loader_gives_each_rank_its_part_and_goes_on_where_it_was(batches, o
         ]
 
 
+@pytest.mark.parametrize(
+    ("batches", "own", "numbers"), [("same", 0, [1, 2]), ("in turn", 10, [1, 11, 2, 12])]
+)
+def test_inside_whole_the_loader_gives_each_rank_whole_batches(batches, own, numbers):
+    def work(group):
+        model = built("llama")
+        sequences = divided(group, model)
+        with sequences.whole():
+            return list(SequenceParallelLoader(Loader(own * group.rank), sequences, batches=batches))
+
+    for given in on_ranks(2, work):
+        for number, one in zip(numbers, given, strict=True):
+            whole = sequence_models.batch_of(number)
+            assert one.keys() == whole.keys(), "with nothing that is of a part"
+            assert all(torch.equal(one[name], whole[name]) for name in whole)
+
+
 def test_what_is_no_tensor_goes_to_the_other_ranks_in_turn_or_is_named():
     def work(group, **more):
         given = sequence_models.batch_of(group.rank) | {"source": {"shape": group.rank}} | more

@@ -5,7 +5,7 @@ import gc
 import mmap
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from children import ended
@@ -17,6 +17,7 @@ from infinity.storage.memory import Arena, Ledger, Pool, reuse_large_blocks, vie
 
 
 @given(st.integers(least_budget(), 1 << 42), st.integers(0, 1 << 34))
+@example(least_budget() + 4096, 0)  # beside the slots there is less than the shares ask for
 def test_the_shares_never_exceed_the_budget(total, largest):
     budget = divide(total, largest)
     assert min(budget.ahead_nbytes, budget.outgoing_nbytes, budget.kept_nbytes) >= 0

@@ -356,3 +356,24 @@ def test_memory_that_an_update_is_giving_back_is_not_taken_for_the_next_use(fold
     assert models.train(*ours[:2], 4) == models.train(*plain[:2], 4)
     models.assert_same_state(ours[0], ours[1], plain[0], plain[1])
     assert any(met), "else the two never met"
+
+
+def test_a_round_that_an_interrupt_keeps_from_beginning_leaves_steps_the_room_of_gradients(nvme, monkeypatch):
+    model = offloaded(lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), nvme)
+    engine = engine_of_model(model)
+    x = torch.ones(4, 64, dtype=torch.bfloat16)
+
+    def room():
+        return engine.outgoing_share.ledger.limit_nbytes, engine.residency.window_nbytes
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    before = room()
+    with monkeypatch.context() as patched, torch.no_grad():
+        patched.setattr(engine.residency.blocks, "period_ended", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+    assert room() == (0, sum(before)), "what a round has, which would have begun"
+    model(x).sum().backward()
+    assert room() == before

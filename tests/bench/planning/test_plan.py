@@ -391,9 +391,10 @@ def test_of_many_tokens_two_smaller_numbers_are_timed_and_tell_the_rest(monkeypa
 
 
 @pytest.mark.parametrize(
-    ("more", "seconds"), [((3.0, 2.0), 3.5), ((3.0, 3.0), 6.0), ((3.0, 4.0), 8.0), ((3.0, 0.5), 0.5)]
+    ("more", "seconds"),
+    [((3.0, 2.0), 3.5), ((3.0, 3.0), 6.0), ((3.0, 4.0), 8.0), ((3.0, 1.0), 2.0), ((3.0, 0.5), 1.0)],
 )
-def test_seconds_grow_along_the_line_at_most_in_proportion_and_never_shrink(more, seconds):
+def test_seconds_grow_along_the_line_at_most_in_proportion_and_so_where_more_took_no_longer(more, seconds):
     assert pace.extrapolated((1.0, 1.0), more, 6.0) == pytest.approx(seconds)
 
 
