@@ -40,7 +40,7 @@ def _descriptors():
 
 
 def settled(count):
-    """Return what `count()` gives three times in a row: a thread that was joined is listed a moment longer."""
+    """Return what `count()` gives three times in a row: a joined thread is listed a moment longer."""
     seen = [count()]
     while (len(seen) < 3 or len(set(seen[-3:])) > 1) and len(seen) < 1000:
         time.sleep(0.02)
