@@ -4,13 +4,14 @@ import itertools
 import json
 import random
 import threading
-import time
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinity import timeline as timelines
 from infinity.timeline import Span, Timeline, busy_s, lanes_of, rows, trace_events, write_chrome_trace
 
 
@@ -112,21 +113,21 @@ def test_samples_are_taken_as_uses_and_waits_end_and_not_of_what_other_threads_d
     assert len(timeline.samples) == 4
 
 
-def test_samples_take_a_small_part_of_the_time_however_many_spans_end():
-    timeline, cost_s = recorded(limit=100_000), 0.002
+def test_samples_take_a_small_part_of_the_time_however_many_spans_end(monkeypatch):
+    timeline, cost_s, now = recorded(limit=100_000), 0.25, [1000.0]
+    monkeypatch.setattr(timelines, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def look() -> dict[str, dict[str, int]]:
-        time.sleep(cost_s)
+        now[0] += cost_s
         return {"memory": {"host": 1}}
 
     timeline.sample_with(look)
-    began = time.perf_counter()
-    timeline.span("compute", "x", began, began)
-    next_s = time.perf_counter() + 50 * cost_s
-    for moment in (began, next_s - 1.5 * cost_s):
+    timeline.span("compute", "x", now[0], now[0])
+    next_s = now[0] + 50 * cost_s
+    for moment in (now[0], next_s - cost_s):
         timeline.span("compute", "x", moment, moment)
     assert len(timeline.samples) == 1
-    timeline.span("compute", "x", next_s + 10, next_s + 10)
+    timeline.span("compute", "x", next_s, next_s)
     assert len(timeline.samples) == 2
 
 

@@ -20,6 +20,7 @@ from infinity import tiling
 from infinity.engine.engine import engine_of_model
 from infinity.engine.recomputation import blocks_of
 from infinity.planning.recomputation import HOST, KEEP, NVME, RECOMPUTE
+from reach import collected
 
 pytestmark = [
     pytest.mark.disk,
@@ -439,8 +440,7 @@ def test_nobody_keeps_a_model_that_is_dropped(folder):
     del model, optimizer
     waiting.backward()
     del waiting
-    gc.collect()
-    assert engine() is None
+    assert collected(lambda: engine() is None)
 
 
 def test_auto_takes_what_is_free(folder, monkeypatch):

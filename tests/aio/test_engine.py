@@ -18,6 +18,7 @@ from aio_cases import PIECE, open_or_skip, random_memory
 from covers import examples
 from infinity import aio
 from infinity.aio import faults
+from leftovers import settled
 
 pytestmark = pytest.mark.disk
 
@@ -284,7 +285,7 @@ def test_a_wait_ends_after_its_timeout_and_the_request_goes_on(engine, file):
             write.wait(0)
         assert not write.done
         assert "in flight" in repr(write)
-    write.wait(10)
+    write.wait(60)
     assert write.done
 
 
@@ -396,12 +397,21 @@ def test_a_forgotten_engine_ends_by_itself(folder):
         engine.write(file, 0, memory.address, PIECE, owner=memory)
         del engine, file
         gc.collect()
-        assert threads_and_descriptors() == before
+        assert has_left_nothing(before)
 
 
 def threads_and_descriptors():
     gc.collect()
-    return tuple(len(list(Path(f"/proc/self/{kind}").iterdir())) for kind in ("task", "fd"))
+    return settled(lambda: tuple(len(list(Path(f"/proc/self/{kind}").iterdir())) for kind in ("task", "fd")))
+
+
+def has_left_nothing(before):
+    """Whether there are no more threads and descriptors than before, some time: others may end meanwhile."""
+    for _ in range(200):
+        if all(now <= was for now, was in zip(threads_and_descriptors(), before, strict=True)):
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def test_nothing_leaks_from_a_hundred_engines(folder):
@@ -411,4 +421,4 @@ def test_nothing_leaks_from_a_hundred_engines(folder):
         for _ in range(100):
             with open_or_skip(folder, kind, threads=2) as engine, engine.open_nameless(folder):
                 pass
-        assert threads_and_descriptors() == before
+        assert has_left_nothing(before)

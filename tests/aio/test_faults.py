@@ -208,13 +208,15 @@ def test_too_many_faults_and_nonsense_are_refused(engine):
 @pytest.mark.parametrize("answers", [True, False])
 def test_the_time_that_the_process_was_stopped_is_not_taken_for_a_disk_that_hangs(engine, file, answers):
     memory = random_memory(0)
-    engine.hang_s = 0.5
+    engine.hang_s = 5.0 if answers else 0.5
     with faults.held(engine):
         moving = engine.write(file, 0, memory.address, REQUEST, owner=memory)
         moving._request.began_ns -= 10**12  # as if the clock had gone on while nothing ran
         if answers:
-            threading.Timer(0.2, engine.library.aio_hold, (engine.pointer, 0)).start()
+            timer = threading.Timer(0.2, engine.library.aio_hold, (engine.pointer, 0))
+            timer.start()
             moving.wait()
+            timer.join()
         else:
             with pytest.raises(aio.IoTimeoutError, match="the disk does not answer"):
                 moving.wait()
@@ -244,14 +246,14 @@ def test_a_ring_that_breaks_fails_every_request_and_says_so(folder):
         null = os.open("/dev/null", os.O_RDWR)
         os.dup2(null, ring)  # the descriptor stays taken: the engine will close it
     with pytest.raises((aio.IoError, aio.IoEngineFailedError)):
-        write.wait(10)
+        write.wait(60)
     assert {one.name: other.done for one, other in zip(aio.Priority, others, strict=True)} == {
         "URGENT": False,  # the kernel had it
         "NORMAL": True,
         "BEHIND": True,
     }
     with pytest.raises((aio.IoEngineFailedError, aio.IoError)):
-        engine.read(file, 0, memory.address, PIECE, owner=memory).wait(10)
+        engine.read(file, 0, memory.address, PIECE, owner=memory).wait(60)
     with pytest.raises(aio.IoEngineFailedError):
         engine.drain(10)
     engine.close()

@@ -66,21 +66,20 @@ def kind(request, folder):
 
 
 def interrupt(code, folder, kind):
-    """Run code that says "waiting" and then waits; press Ctrl-C; (seconds until its end, output, errors)."""
+    """Run code that says "waiting" and then waits for ever; press Ctrl-C; what it prints before it ends."""
     with subprocess.Popen(
         command(code, folder, kind), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout.readline() == "waiting\n"
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        start = time.monotonic()
         output, errors = process.communicate(timeout=60)
         assert process.returncode == 0, errors
-        return time.monotonic() - start, output
+        return output
 
 
 @pytest.mark.parametrize(
-    "wait", ["write.wait()", "engine.drain()", "engine.wait_any([write])", "file.close()", "time.sleep(9)"]
+    "wait", ["write.wait()", "engine.drain()", "engine.wait_any([write])", "file.close()", "time.sleep(900)"]
 )
 def test_ctrl_c_is_noticed_and_leaves_the_request_in_flight(folder, kind, wait):
     code = f"""
@@ -99,9 +98,7 @@ memory.view[:] = bytes(N)
 engine.read(file, 0, memory.address, N, owner=memory).wait()
 print(memory.view == b"x" * N)
 """
-    seconds, output = interrupt(code, folder, kind)
-    assert output == "interrupted False 1\nTrue\n"
-    assert seconds < 2
+    assert interrupt(code, folder, kind) == "interrupted False 1\nTrue\n"
 
 
 def test_the_threads_of_an_engine_take_no_signals(folder, kind):

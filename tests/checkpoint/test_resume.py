@@ -18,7 +18,7 @@ from infinity.durable import homes as keeping
 from infinity.engine.engine import engine_of_model
 from infinity.planning.layout import RecordSchema
 
-pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable"), pytest.mark.timeout(400)]
 
 UPDATES = ["forward", "backward"]
 HOSTS = ["256KiB", "64MiB"]  # everything on NVMe; everything pinned

@@ -9,7 +9,7 @@ from fragile import STEPS, Run, same
 from infinity import ConfigError, snapshot
 from mounts import ground, root
 
-pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable"), pytest.mark.timeout(400)]
 
 
 @pytest.mark.parametrize("paths", [1, 2])

@@ -101,7 +101,7 @@ def test_nothing_is_locked_in_the_place_of_buffers_that_are_not_unlocked_yet(dev
 
     def slowly():
         begun.set()
-        assert end.wait(10)
+        assert end.wait(60)
         synchronize()
 
     def pin():
@@ -114,7 +114,7 @@ def test_nothing_is_locked_in_the_place_of_buffers_that_are_not_unlocked_yet(dev
     dropping = threading.Thread(target=lent.clear)
     pinning = threading.Thread(target=pin)
     dropping.start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     pinning.start()
     assert not pinned.wait(0.1)
     end.set()

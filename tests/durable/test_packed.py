@@ -15,7 +15,7 @@ from places import SUPPORT
 pytest.importorskip("peft")
 pytest.importorskip("transformers.core_model_loading", reason="transformers 5 alone is seen to")
 
-pytestmark = [pytest.mark.disk, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.disk, pytest.mark.timeout(900)]
 
 
 def run(folder, base, frozen, kill=-1):

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("deterministic")]
 def read_by(model, call):
     """Return the bytes that a call reads, and those of `hi` of all units that it uses, once for each use."""
     units = engine_of_model(model).units
+    engine_of_model(model).lane.drain()
     before, uses = infinity.stats(model), [unit.residence.uses for unit in units]
     call()
     engine_of_model(model).lane.drain()

@@ -4,7 +4,6 @@ Faked: torch.cuda, on the paths of a device.
 
 import gc
 import threading
-import time
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from infinity.lane.fetch import FetchAndUpdatePass, UpdatePass
 from infinity.storage.memory import Arena
 from infinity.units.device_updates import DeviceUpdates
 from parity import engine_in, engines, halves, total
-from reach import reached
+from reach import collected, reached
 from streams import LateStreams
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("impatient")]
@@ -83,8 +82,7 @@ def test_gradients_left_on_a_model_do_not_keep_its_engine(memory, folder):
     kept = model[0].weight.grad
     assert kept.norm() > 0
     del model, optimizer
-    gc.collect()
-    assert engine() is None
+    assert collected(lambda: engine() is None), reached()
     with pytest.raises(infinity.NotResidentError, match="after its model and optimizer are gone"):
         kept.norm()
 
@@ -99,8 +97,7 @@ def test_the_engine_lives_as_long_as_model_or_optimizer(folder):
     assert engine() is not None
     assert torch.isfinite(model(halves(3, 32)(torch.Generator())[0])).all()
     del model
-    gc.collect()
-    assert engine() is None
+    assert collected(lambda: engine() is None), reached()
 
 
 def test_a_parameter_that_outlives_its_model_is_refused_clearly(folder):
@@ -292,16 +289,6 @@ def test_models_that_are_dropped_after_whatever_do_not_add_up(way, folder):
     assert collected(lambda: held() == before), (before, held(), reached())
     assert abs(mappings() - mapped) < 20
     assert psutil.Process().memory_info().rss - rss < 16 << 20
-
-
-def collected(over):
-    """Collect until it is over: a pass that is under way keeps what it works with, on a busy disk longer."""
-    for _ in range(200):
-        gc.collect()
-        if over():
-            return True
-        time.sleep(0.05)
-    return False
 
 
 @pytest.mark.parametrize(

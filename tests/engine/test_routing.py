@@ -44,6 +44,7 @@ def slices_of(model):
 
 def moved(model, steps):
     """Return the NVMe bytes per parameter and step of what `steps` does."""
+    engine_of_model(model).lane.drain()
     before = infinity.stats(model)
     count = steps()
     engine_of_model(model).lane.drain()
@@ -173,6 +174,7 @@ def test_a_generated_token_reads_the_experts_that_it_is_routed_to_less_what_is_k
     ids = torch.cat([ids_of(1), ids_of(2)])
     given = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     model.generate(ids, **given)
+    engine_of_model(model).lane.drain()
     before, uses = infinity.stats(model), [unit.residence.uses for unit in engine_of_model(model).units]
     tokens = model.generate(ids, **given)
     engine_of_model(model).lane.drain()

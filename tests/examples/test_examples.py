@@ -36,7 +36,7 @@ def run(name, *arguments, code=0, way="started"):
             env=environment(),
             capture_output=True,
             text=True,
-            timeout=250,
+            timeout=800,
             check=False,
         )
     assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
@@ -173,7 +173,7 @@ def test_the_notebook_runs_and_is_kept_without_outputs():
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     notebook = nbformat.read(path, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
+    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
     outputs = [
         output
         for cell in notebook.cells

@@ -29,7 +29,7 @@ class Channel:
         self.ranks = types.SimpleNamespace(post_failure=self.told.append)
 
     def agree(self, what):
-        assert self.others_come.wait(10), what
+        assert self.others_come.wait(60), what
 
 
 class Exchange(Collective):
@@ -72,7 +72,7 @@ def test_a_rank_that_closes_first_still_takes_part_in_what_the_others_wait_for(c
     thread.join(0.2)
     assert thread.is_alive()
     channel.others_come.set()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert channel.done == ["first", "second", "third"]
     assert channel.told == []
@@ -83,7 +83,7 @@ def test_after_a_failure_nothing_more_is_exchanged_and_the_others_are_told_why(c
     lane.fail(OSError("planted"))
     channel.others_come.set()
     thread = closing(collectives, channel, lane, ["first"])
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert channel.done == []
     assert channel.told == ["OSError: planted"]

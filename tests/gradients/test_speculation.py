@@ -87,6 +87,7 @@ def test_confirmed_steps_move_26_bytes_a_parameter_and_28_where_gradients_find_n
     both = Both(folder, memory="1MiB", max_norm=NEVER)
     for number in range(3):
         both.step(number)
+    engine_in(both.model).lane.drain()
     before = stats(both.model)
     for number in range(3, 6):
         both.step(number)

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from infinity import AdamW, Init, KVCache, UnsupportedError, stats, tile_generation_
+from infinity.engine.engine import engine_of_model
 from infinity.huggingface.batch_tiles import tile_where_possible_
 from infinity.tiling import tile_batch_, untile_
 
@@ -57,15 +58,19 @@ def test_tokens_are_those_of_the_tiles_alone_and_each_pass_reads_the_weights_onc
     model = model_of(folder, "256KiB" if kept == "transformers" else "4MiB")
     expected = of_tiles(model, 2)
     generate(model)
+    engine_of_model(model).lane.drain()
     before = stats(model)
     whole = generate(model)
+    engine_of_model(model).lane.drain()
     plain = stats(model).since(before)
     names = tile_generation_(model, sequences=2)
     assert names == ["model.layers.0", "model.layers.1", "model.layers.2", "model.norm"]
     cache = None if kept == "transformers" else KVCache(model, host_memory=kept)
     generate(model)
+    engine_of_model(model).lane.drain()
     before = stats(model)
     tokens = generate(model, cache=cache) if cache is not None else generate(model)
+    engine_of_model(model).lane.drain()
     tiled = stats(model).since(before)
     assert torch.equal(tokens, expected)
     assert torch.equal(tokens, whole)

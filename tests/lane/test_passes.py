@@ -362,7 +362,7 @@ def test_a_field_lies_in_host_memory_until_all_of_it_is_written(pinned):
             self.transfer = transfer
 
         def wait(self, timeout_s=None):
-            gate.wait(10)
+            gate.wait(60)
             self.transfer.wait()
             seen.append(pinned.record.tier("m"))
 

@@ -63,7 +63,7 @@ def test_a_fetch_and_its_upload_end_while_an_update_is_still_computing(two, gate
     two.submit(WritePass(record, TILE, {0: {"master": torch.ones(TILE)}}))
     update = Computing(seed, gate)
     two.submit(update)
-    assert update.begun.wait(10)
+    assert update.begun.wait(60)
     read = ReadPass(record, 0, TILE, into := {"master": torch.empty(TILE)})
     moving = Moving(record_on(FakeDisk(seed), 10), upload)
     upload.gate.set()
@@ -80,7 +80,7 @@ def test_updates_leave_a_slot_to_fetches_however_many_there_are(two, gate, seed)
     updates = [Computing(seed + n, gate) for n in range(6)]
     for job in updates:
         two.submit(job)
-    assert updates[0].begun.wait(10)
+    assert updates[0].begun.wait(60)
     record = record_on(FakeDisk(seed), TILE)
     for job in (
         WritePass(record, TILE, {0: {"master": torch.ones(TILE)}}),
@@ -119,7 +119,7 @@ def test_what_was_read_first_is_worked_on_first(two, seed, monkeypatch):
     late, soon = (ReadPass(record, 0, TILE, {"master": torch.empty(TILE)}) for record in (slow, fast))
     late.work = lambda *_: None  # what its transfer stands for was not read
     two.submit(late)
-    assert began.wait(10)
+    assert began.wait(60)
     two.submit(soon)
     two.wait(soon, finished=True)
     assert not late.done
@@ -156,11 +156,11 @@ def orders(two, gate, monkeypatch):
         log, waiting = [], None
         busy = Ordered("busy", log, gate)
         two.submit(busy)
-        assert busy.begun.wait(10)
+        assert busy.begun.wait(60)
         jobs = {name: Ordered(name, log, deferrable=name.startswith("update")) for name in names}
         for job in jobs.values():
             two.submit(job)
-            assert job.admitted.wait(10)
+            assert job.admitted.wait(60)
         if waits_for is not None:
             waiting = threading.Thread(target=two.wait, args=[jobs[waits_for]])
             waiting.start()
@@ -275,10 +275,12 @@ def test_closing_waits_for_the_update_under_way_and_drops_the_others(seed, gate)
     log = []
     first, second = Computing(seed, gate, log), Computing(seed + 1, gate, log)
     lane.submit(first)
-    assert first.begun.wait(10)
+    assert first.begun.wait(60)
     lane.submit(second)
-    threading.Timer(0.05, gate.set).start()
+    opens = threading.Timer(0.05, gate.set)
+    opens.start()
     lane.close()
+    opens.join()
     assert log == ["update"]
     del first, second, lane
     assert left_since(before) == []
@@ -296,13 +298,13 @@ class ClosingHere(Logged):
 def test_a_lane_that_its_own_thread_closes_waits_for_the_update_under_way(two, gate, seed):
     update = Computing(seed, gate)
     two.submit(update)
-    assert update.begun.wait(10)
+    assert update.begun.wait(60)
     closing = ClosingHere(record_on(FakeDisk(seed), 10), "closed", update.log)
     closing.lane = two
     two.submit(closing)
-    assert closing.begun.wait(10)
+    assert closing.begun.wait(60)
     threading.Timer(0.05, gate.set).start()
-    two._thread.join(10)
+    two._thread.join(60)
     assert update.log == ["update", "closed"]
 
 
@@ -323,6 +325,6 @@ def test_an_update_in_which_its_engine_ends_does_not_wait_for_itself(seed):
     with pytest.raises(EngineFailedError, match="closed"):
         lane.wait(job)
     lane.close()
-    lane._worker._thread.join(10)
+    lane._worker._thread.join(60)
     del job, lane
     assert left_since(before) == []

@@ -83,9 +83,11 @@ def test_the_engine_moves_what_was_planned(kib, changes, folder):
     engine = engine_of_model(model)
     for _ in range(4):
         trace = train(model, optimizer, setting.micro_batches)
+    engine.lane.drain()
     before = moved(engine)
     for _ in range(2):
         train(model, optimizer, setting.micro_batches)
+    engine.lane.drain()
     took = {key: nbytes / 2 for key, nbytes in (moved(engine) - before).items()}
     assert trace == trace_of(HALF_OUTLINE.script(micro_batches=setting.micro_batches))
     assert engine.budget == need.budget

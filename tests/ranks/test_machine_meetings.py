@@ -95,24 +95,30 @@ def test_a_rank_that_has_come_and_ended_since_is_not_missed(file):
 
 
 def test_a_rank_that_is_there_and_does_not_come_is_waited_for_until_the_time_is_over(file):
+    may_come, let_come = os.pipe()
+
     def other(say):
         meetings = joined(file, 1)
         say(there=True)
-        time.sleep(0.5)
+        os.read(may_come, 1)
         come(meetings)
-        time.sleep(20)
+        time.sleep(100)
 
     child = Child(other)
     while not child.last.get("there"):
         child.over()
-    meetings = joined(file, 0, timeout_s=1.0)
+    meetings = joined(file, 0, timeout_s=60.0)
     work = come(meetings)
     with pytest.raises(RuntimeError, match="have not come"):
         work.wait(timedelta(seconds=0.05))
-    work.wait(timedelta(seconds=20))
+    os.write(let_come, b"x")
+    work.wait()
+    meetings._timeout_s = 0.5
     with pytest.raises(RuntimeError, match="have not come"):
         come(meetings).wait()
     os.kill(child.pid, signal.SIGKILL)
+    os.close(may_come)
+    os.close(let_come)
 
 
 @pytest.mark.parametrize(("count", "number"), [(3, 3), (4, 3), (0, (1 << 32)), (2, (1 << 32) + 1)])

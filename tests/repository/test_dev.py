@@ -299,7 +299,7 @@ def test_a_folder_without_network_is_set_up_up_to_the_device(tmp_path):
         env=os.environ | nowhere,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -92,7 +92,7 @@ _SAID = {}
 """What was said of each case, by its name: it runs once."""
 
 
-def results(*names, at_once=1, limit_s=280.0):
+def results(*names, at_once=1, limit_s=800.0):
     """Run cases by their names and return what each process of each said, by name; skip, and say why, where
     the device cannot be built.
 

@@ -18,7 +18,6 @@ import logging
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 import warnings
@@ -32,9 +31,10 @@ import simulated_ranks
 import simulated_tiers
 import simulator
 from children import Child
+from infinity.bench.ports import free_port
 from launches import warm_up
 
-LIMIT_S = 200.0
+LIMIT_S = 600.0
 RAISED = []
 """What a case has raised: its frames own memory that late copies still read, until the process ends."""
 
@@ -103,11 +103,9 @@ def environments(name):
     """Return what the environment of each of a case's processes has besides."""
     if name not in simulated_ranks.CASES:
         return [{}]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     size = str(simulated_ranks.RANKS)
-    team = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    team = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, **group}
     return [{**team, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(simulated_ranks.RANKS)]
 
 

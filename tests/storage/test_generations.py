@@ -109,7 +109,7 @@ def test_a_write_waits_while_both_sides_are_named_and_no_longer():
     assert thread.is_alive()
     assert read(store, extent)[:8] == [2] * 4 + [3] * 4
     store.end_commit(2)
-    thread.join(10)
+    thread.join(60)
     assert read(store, extent)[0] == 3
 
 
@@ -159,7 +159,7 @@ def test_a_write_to_the_other_side_waits_for_the_commit_that_frees_it():
     time.sleep(0.05)
     assert thread.is_alive()
     store.end_commit(2)
-    thread.join(10)
+    thread.join(60)
     assert read(store, extent) == [2] * BLOCKS
     store.turn(other)
     assert read(store, extent) == [3] * BLOCKS

@@ -18,7 +18,7 @@ from covers import examples
 from infinity import CorruptionError
 from places import SEED, disk
 
-pytestmark = [pytest.mark.disk, pytest.mark.multi, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.disk, pytest.mark.multi, pytest.mark.timeout(900)]
 
 
 def swept(capsys, options):

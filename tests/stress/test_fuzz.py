@@ -26,7 +26,7 @@ from infinity.storage.manifest import CheckpointError, Manifest
 from infinity.storage.safetensors_file import TensorFileError, TensorReader
 from samples import BF16, COMMIT, FINE_TUNE, TENSORS, written
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(400)
 few = settings(max_examples=examples(15, 40), suppress_health_check=list(HealthCheck))
 
 ODD = st.sampled_from(

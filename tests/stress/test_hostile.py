@@ -31,7 +31,7 @@ from places import SUPPORT
 from seccomp_run import refuse
 from trials import NAMED
 
-pytestmark = [pytest.mark.disk, pytest.mark.multi, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.disk, pytest.mark.multi, pytest.mark.timeout(400)]
 
 
 def limited(what, least, folder, **settings):

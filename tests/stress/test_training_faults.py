@@ -26,7 +26,7 @@ from launches import Program
 from leftovers import held, left_since
 from places import SUPPORT
 
-pytestmark = [pytest.mark.disk, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.disk, pytest.mark.timeout(400)]
 
 
 def pieces(model):

@@ -23,7 +23,7 @@ class Child:
     `say` sends a line.
     """
 
-    def __init__(self, work, limit_s=120.0):
+    def __init__(self, work, limit_s=300.0):
         read, write = os.pipe()
         sys.stdout.flush()
         self._until = time.monotonic() + limit_s

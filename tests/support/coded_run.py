@@ -351,7 +351,7 @@ def sent_by_now(model):
     """Return what was exchanged, when what was queued has been sent: units of the next step are counted when
     they are queued.
     """
-    grid, end_s = engine_of_model(model).ranks.grid, time.monotonic() + 20
+    grid, end_s = engine_of_model(model).ranks.grid, time.monotonic() + 60
     while True:
         stats = infinity.stats(model).exchanged_nbytes
         expected = (stats["gather"] + stats["reduce"]) * (grid.machines - 1) // grid.size

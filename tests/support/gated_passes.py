@@ -25,7 +25,7 @@ class Logged(Pass):
     def process(self, start, stop, at):
         self.begun.set()
         if self.gate:
-            self.gate.wait(10)
+            self.gate.wait(60)
         self.log.append(self.name)
 
 
@@ -42,7 +42,7 @@ class Gated:
         return self.gate.is_set()
 
     def wait(self, timeout_s=None):
-        if not self.gate.wait(timeout_s or 10):
+        if not self.gate.wait(timeout_s or 60):
             raise TimeoutError
 
 

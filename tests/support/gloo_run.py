@@ -17,6 +17,7 @@ from children import ended
 from infinity.ranks import gloo
 from infinity.ranks.gloo import new_gloo_group
 from infinity.ranks.groups import all_gather, new_group, store
+from leftovers import settled
 
 GROUPS = 6
 
@@ -42,7 +43,7 @@ def threads():
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-def made(count, name, timeout_s=20.0):
+def made(count, name, timeout_s=60.0):
     return [new_group(f"{name} {number}", Both(), "gloo", timeout_s) for number in range(count)]
 
 
@@ -76,7 +77,8 @@ def known(group):
 
 def late():
     """Return what a rank is told for which another one does not come."""
-    group = made(1, "late", 0.3)[0]
+    dist.barrier()  # a group is made by ranks that come to it within its timeout
+    group = made(1, "late", 2.0)[0]
     try:
         if dist.get_rank() == 0:
             gathered(group, 0)
@@ -91,7 +93,7 @@ def in_child():
     def work(say):
         before = polls()
         meeting, own = dist.HashStore(), [dist.get_rank()]
-        own_ones = [new_gloo_group(f"child {n}", own, 0, meeting, timedelta(seconds=5)) for n in range(2)]
+        own_ones = [new_gloo_group(f"child {n}", own, 0, meeting, timedelta(seconds=60)) for n in range(2)]
         say(more=[polls() - before, len(own_ones)])
 
     return ended(work)["more"]
@@ -104,9 +106,9 @@ def main(folder):
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("infinity").addHandler(handler)
     logging.getLogger("infinity").setLevel(logging.INFO)
-    before, threads_before = polls(), threads()
+    before, threads_before = polls(), settled(threads)
     groups = made(GROUPS, "a")
-    told["devices"], told["threads"] = polls() - before, threads() - threads_before
+    told["devices"], told["threads"] = polls() - before, settled(threads) - threads_before
     told["known"], told["at once"] = known(groups[-1]), at_once(groups)
     dist.destroy_process_group(groups[0])
     told["after the first is closed"] = [gathered(one, dist.get_rank()) for one in groups[1:]]

@@ -29,7 +29,7 @@ def environment(**more):
     return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **more}
 
 
-def torchrun(ranks, *arguments, restarts=0, limit_s=250, **more):
+def torchrun(ranks, *arguments, restarts=0, limit_s=600, **more):
     """Run a program on several ranks. more: of the environment."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return subprocess.run(
@@ -58,7 +58,7 @@ class Program:
     until its end. more: of the environment.
     """
 
-    def __init__(self, *arguments, folder, limit_s=250.0, **more):
+    def __init__(self, *arguments, folder, limit_s=600.0, **more):
         warm_up()
         gc.collect()  # no child shall end what a test before has left
         self.arguments = [str(one) for one in arguments]
@@ -128,7 +128,7 @@ def python_of_ranks(ranks, *arguments, **options):
     """Do what `torchrun ARGUMENTS` does on so many ranks, as Programs; return each rank's end."""
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     of_all = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, **group}
-    options = {"limit_s": 280.0, **of_all, **options}
+    options = {"limit_s": 800.0, **of_all, **options}
     team = [Program(*arguments, **options, RANK=rank, LOCAL_RANK=rank) for rank in range(ranks)]
     return [one.end() for one in team]
 

@@ -5,6 +5,7 @@ Counts do not do: what an earlier test let go of may be closed during this one, 
 
 import gc
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,3 +37,12 @@ def _descriptors():
             yield int(entry.name), str(entry.readlink())
         except FileNotFoundError:  # the descriptor by which the folder itself is listed
             continue
+
+
+def settled(count):
+    """Return what `count()` gives three times in a row: a joined thread is listed a moment longer."""
+    seen = [count()]
+    while (len(seen) < 3 or len(set(seen[-3:])) > 1) and len(seen) < 1000:
+        time.sleep(0.02)
+        seen.append(count())
+    return seen[-1]

@@ -381,6 +381,7 @@ def wrong(place):
         return DTensor.from_local(whole, place.tensor, [Partial()], run_check=False)
 
     def one_rank_alone():
+        dist.barrier()  # within 3 s of each other
         placed = [Partial() if place.tensor.get_local_rank() else Shard(0)]
         told = error_of(
             lambda: held(place, lambda: DTensor.from_local(whole, place.tensor, placed), timeout_s=3)

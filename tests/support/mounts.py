@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import time
 
 import pytest
 
@@ -18,6 +19,8 @@ NOT_HERE = (
     "unknown filesystem type",
     "cannot find an unused loop",
 )
+# What losetup says where another process has taken a device in between.
+A_MOMENT_LATER = ("Resource temporarily unavailable", "Device or resource busy")
 
 
 def run(command, *arguments):
@@ -25,7 +28,11 @@ def run(command, *arguments):
     path = shutil.which(command, path=PATH)
     if path is None:
         pytest.skip(f"needs {command}")
-    done = subprocess.run([path, *map(str, arguments)], check=False, capture_output=True, text=True)
+    for _ in range(50):
+        done = subprocess.run([path, *map(str, arguments)], check=False, capture_output=True, text=True)
+        if not (done.returncode and any(words in done.stderr for words in A_MOMENT_LATER)):
+            break
+        time.sleep(0.1)
     if any(words in done.stderr for words in NOT_HERE):
         pytest.skip(f"not possible here: {command}: {done.stderr.splitlines()[0]}")
     if done.returncode:

@@ -50,27 +50,50 @@ def alone():
     return {"went through": True}
 
 
+def _comes(path):
+    """Wait until a file is there, for a minute at most."""
+    until = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 def evaluating():
-    """Let rank 0 alone evaluate, while the others wait for it in a barrier, and then come to their own; in
-    between it takes long over what it does alone.
+    """Let rank 0 alone evaluate, until it says that the others do not come; before that it takes long over
+    what it does alone.
     """
-    told = []
+    told, folder, rank = [], Path(os.environ["RANKS_DISK"]), dist.get_rank()
+    begun, said = folder / "rank 0 is at it", folder / "rank 0 has said so"
+
+    def emit(record):
+        told.append(record.getMessage())
+        if rank == 0:
+            said.touch()
+
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("infinity").addHandler(handler)
-    usual, (waiting.TELLS_S, waiting.LOOKS_S) = (waiting.TELLS_S, waiting.LOOKS_S), (0.2, 0.6)
+    handler.emit = emit
+    usual = waiting.TELLS_S, waiting.LOOKS_S
     with infinity.Init(nvme=os.environ["RANKS_DISK"], host_memory="2MiB", timeout_s=60):
         model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)])
-    inputs, rank = torch.ones(1, 512, dtype=torch.bfloat16), dist.get_rank()
+    engine = engine_of_model(model)
+    inputs = torch.ones(1, 512, dtype=torch.bfloat16)
     model(inputs).sum().backward()
     infinity.AdamW(model.parameters()).step()
-    ranks = engine_of_model(model).ranks
-    with ranks.together("writing what takes long"):
-        time.sleep(0 if rank else 1.5)
+    engine.lane.drain()
+    dist.barrier()
+    logging.getLogger("infinity").addHandler(handler)
+    waiting.TELLS_S, waiting.LOOKS_S = 0.2, 0.6
+    with engine.ranks.together("writing what takes long"):
+        if rank == 0:
+            begun.touch()
+            time.sleep(1.5)  # meanwhile the others look for it
+        else:
+            _comes(begun)
     quiet = list(told)
     dist.barrier()
+    if rank:
+        waiting.TELLS_S, waiting.LOOKS_S = usual
+        _comes(said)
     with torch.no_grad():
-        time.sleep(2 * rank)
         model(inputs)
     logging.getLogger("infinity").removeHandler(handler)
     waiting.TELLS_S, waiting.LOOKS_S = usual
@@ -101,15 +124,15 @@ def dropped():
     left = []
     for cycle in range(8):
         _train_and_drop(update=("forward", "backward")[cycle % 2], ending=cycle // 2)
-        for _ in range(10):
+        for _ in range(200):
             gc.collect()
             if not parity.engines():
                 break
             time.sleep(0.05)
         descriptors, since = open_descriptors(), time.monotonic()
-        end_s = since + 5
+        end_s = since + 30
         while time.monotonic() < end_s:  # gloo closes its sockets on threads of its own
-            if len(left) > 1 and descriptors <= left[1][2]:
+            if len(left) > 1 and descriptors <= left[1][2] and threading.active_count() <= left[1][1]:
                 break
             if len(left) < 2 and time.monotonic() > since + 0.3:  # with which the others are compared
                 break

@@ -293,8 +293,10 @@ def nvme_traffic(preset, mib):
         models.checkpointed(model, reentrant=False)
         optimizer = infinity.AdamW(model.parameters(), update=update)
         train(model, optimizer, steps=2)
+        engine_of_model(model).lane.drain()
         before = infinity.stats(model)
         train(model, optimizer, steps=2)
+        engine_of_model(model).lane.drain()
         after = infinity.stats(model)
         done, held = after.since(before), after.parameters / after.ranks
         moved[update] = (done.nvme_read_nbytes + done.nvme_written_nbytes) / (2 * held)
@@ -413,7 +415,7 @@ def apart(folder, cases):
         dist.init_process_group("gloo", init_method=met, rank=rank, world_size=ranks)
         say(**answer_of(CASES[case]))
 
-    children = {case: Child(partial(work, case), limit_s=60.0) for case in cases}
+    children = {case: Child(partial(work, case), limit_s=200.0) for case in cases}
     for child in children.values():
         while not child.over():
             time.sleep(0.005)

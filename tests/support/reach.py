@@ -4,6 +4,7 @@ import gc
 import importlib.machinery
 import sys
 import threading
+import time
 import types
 import weakref
 
@@ -54,3 +55,13 @@ def reached():
             else:
                 ways += [(referent, way) for referent in _referents(one)]
     return found
+
+
+def collected(over):
+    """Collect until it is over: a pass that is under way keeps what it works with, on a busy disk longer."""
+    for _ in range(600):
+        gc.collect()
+        if over():
+            return True
+        time.sleep(0.05)
+    return False

@@ -28,7 +28,7 @@ def moved_by(model):
     that this rank has sent to other machines for that, once what was queued has run.
     """
     partition, grid = engine_of_model(model).partition, engine_of_model(model).ranks.grid
-    gathers, end_s = partition._gathers, time.monotonic() + 20
+    gathers, end_s = partition._gathers, time.monotonic() + 60
     while True:
         of_all, near = gathers.nbytes["gather"], gathers.nbytes["gather near"]
         expected = 0 if grid is None else of_all * (grid.machines - 1) // grid.size

@@ -63,8 +63,8 @@ def beside_plain(**fields):
 
 
 def what_stays(before):
-    """Return what is left after 5 s: gloo closes its sockets on threads of its own."""
-    end_s = time.monotonic() + 5
+    """Return what is left after 30 s: gloo closes its sockets on threads of its own."""
+    end_s = time.monotonic() + 30
     while True:
         left = [*left_since(before), *map(str, descriptors()), *mappings()]
         if not left or time.monotonic() > end_s:

@@ -212,10 +212,12 @@ def test_steps_of_eight_micro_batches_move_the_bytes_of_one(folder):
         ids = models.batch(0, rows=micro_batches, length=8)
         for number in range(2 + steps):
             if number == 2:
+                engine_of_model(model).lane.drain()
                 before = infinity.stats(model)
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+        engine_of_model(model).lane.drain()
         moved = infinity.stats(model).since(before)
         nbytes = sum(moved.read_nbytes.values()) + sum(moved.written_nbytes.values())
         return nbytes / model.num_parameters() / steps

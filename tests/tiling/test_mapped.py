@@ -1,7 +1,6 @@
 """Large tensors in memory of their own, and memory that they take in turn."""
 
 import gc
-import mmap
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,9 @@ MIB = 1 << 18  # elements of fp32
 
 
 def resident():
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+    """Return the bytes of this process's memory that are no file's: those the kernel may drop at any time."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -26,7 +27,7 @@ def test_what_is_mapped_is_an_ordinary_tensor_and_goes_with_it(dtype):
     assert (one.shape, one.dtype, one.is_contiguous(), one._is_view()) == ((4096, 2048), dtype, True, False)
     part = one[1:]
     del one
-    assert resident() - before >= part.nbytes
+    assert resident() - before > part.nbytes - (1 << 20)  # a kernel counts each core's pages by themselves
     del part
     assert resident() - before < 4 << 20
     assert not mapped.zeros((4096, 2048), dtype, CPU).any()

@@ -370,13 +370,17 @@ def test_a_signal_leaves_neither_files_nor_processes(folder, number, code):
                 assert process.poll() is None, process.communicate()
                 time.sleep(0.05)
             process.send_signal(number)  # to the command alone: a terminal's Ctrl-C goes to it as well
-            _, told = process.communicate(timeout=120)
+            _, told = process.communicate(timeout=250)
         finally:
             process.kill()
     assert process.returncode == code, told
     assert "Traceback" not in told
     assert list(nvme.iterdir()) == []
     assert not out.exists()
+    for _ in range(600):  # what was killed ends a little later
+        if not mentioning(str(nvme)):
+            break
+        time.sleep(0.05)
     assert mentioning(str(nvme)) == []
 
 

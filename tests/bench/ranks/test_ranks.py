@@ -121,10 +121,15 @@ spec = json.loads(sys.argv[1])
 rank = int(os.environ["RANK"])
 assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("2", str(rank))
 print("rank", rank, "speaks", flush=True)
+pid = spec["nvme"] + "/../pid"
+if spec["kind"] in ("fails", "waits") and rank == 0:
+    open(f"{pid} of rank 0", "w").write(str(os.getpid()))
+    os.rename(f"{pid} of rank 0", pid)
 if spec["kind"] == "fails" and rank == 1:
+    while not os.path.exists(pid):
+        time.sleep(0.01)
     sys.exit(3)
 if spec["kind"] in ("fails", "waits"):
-    open(spec["nvme"] + "/../pid", "w").write(str(os.getpid()))
     time.sleep(600)
 answer = json.loads(spec["settings"]["answers"])[rank]
 open(spec["out"], "w").write(json.dumps(answer))
