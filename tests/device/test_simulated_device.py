@@ -189,11 +189,8 @@ def test_of_several_ranks_what_a_plan_lets_live_on_their_devices_does():
     for case, ranks in simulated.results(*cases).items():
         for one in ranks:
             planned = one["planned"]
-            if cases[case] in with_room:
-                assert one["there"] == planned["units"] != [], case
-                assert one["on_device"] == pytest.approx(planned["nbytes"], rel=0.1), case
-            else:  # of equals others may have room, as uses were counted; so much has
-                assert one["on_device"] == pytest.approx(planned["nbytes"], rel=0.3), case
+            assert one["there"] == planned["units"] != [], case
+            assert one["on_device"] == pytest.approx(planned["nbytes"], rel=0.1), case
 
 
 # The device as a tier
@@ -269,6 +266,16 @@ def test_records_that_fit_the_device_are_updated_there_and_nothing_goes_over_the
     assert (per_step(one), per_step(one, "downloaded")) == (0, 0)
     assert one["tiers"] == ["device"]
     assert "update" in one["timeline"]
+
+
+PLANNED = ["frozen, room for half", "records, room for half", "records, later", "records, no room"]
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_plan_with_the_same_room_lets_the_same_units_live_on_the_device(default, name):
+    one = of(default, name)
+    assert one["there"] == one["planned"]
+    assert bool(one["there"]) == (name != "records, no room")
 
 
 def test_with_room_for_half_of_the_records_half_of_the_bytes_go_over_the_link(default):

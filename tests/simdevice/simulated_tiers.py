@@ -16,9 +16,12 @@ import models
 import simulated_faults
 from infinity import AdamW, Init, stats
 from infinity.engine import engine as engine_module
-from infinity.engine.engine import engine_of_model
+from infinity.engine.engine import Engine, engine_of_model
+from infinity.planning.activations import Method
 from infinity.reference import ReferenceAdamW, prepare
+from infinity.units.device_tier import lives_on_device
 from places import disk
+from planned_units import plan_beside
 from simulated_counts import Uses, plain_uses
 from simulator import Simulator
 
@@ -156,6 +159,13 @@ def waits_of_clipping(model: nn.Module, simulator: Simulator) -> int:
     return simulator.counts()["host_waits"] - before
 
 
+def planned(tower: Tower, plain: nn.Module, engine: Engine) -> list[str]:
+    """Return the units that a plan lets live on the device."""
+    accumulate, method = tower.accumulate, Method(checkpointing=False)
+    setting = {"nvme": tower.nvme, "update": tower.update, "micro_batches": accumulate, "method": method}
+    return plan_beside(plain, engine, **setting)[1]
+
+
 def run(name: str, simulator: Simulator) -> dict[str, object]:
     """Train a tower, here and in memory, and say how they differ, and what every step took."""
     tower = TOWERS[name]
@@ -181,12 +191,13 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         held = engine.device.room.ledger
         uses = Uses(ours, lambda: simulator.counts()["allocated"] - before - held.held_nbytes)
         optimizer = AdamW(_trained(ours), update=tower.update, **SETTINGS)
-        seen, waits, for_room = [stats(ours)], [0], [0]
+        seen, waits, for_room, there = [stats(ours)], [0], [0], []
 
         def after_step():
             seen.append(stats(ours))
             waits.append(sum(map(simulator.waits_of, uses.threads)))
             for_room.append(engine.device.room.waits)
+            there[:] = sorted(unit.name for unit in engine.units if lives_on_device(unit))
 
         losses = train(tower, ours, optimizer, "sim", after_step)
         uncounted = uses.beside(plain_pass)
@@ -210,6 +221,8 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         "downloaded": [one.since(other).downloaded_nbytes for other, one in itertools.pairwise(seen)],
         "hi_read": seen[1].read_nbytes.get(("nvme", "hi"), 0),
         "on_device": seen[-1].device_nbytes,
+        "there": there,
+        "planned": planned(tower, plain, engine),
         "tiers": sorted({tier for unit in seen[-1].units for _, tier in unit.tiers}),
         "waits_of_clipping": of_clipping,
         "waits_of_caller": simulator.waits_of(threading.get_native_id()),
