@@ -196,7 +196,9 @@ def test_a_plan_lets_those_units_live_on_the_device_that_a_run_does(
         model = with_embedding(tower.layers - 1)
     there = trained_on(model, steps, **method)
     setting = {"update": method["update"], "micro_batches": method.get("accumulate", 1)}
-    _, planned, _ = plan_beside(plain, engine_of_model(model), **setting, method=Method(checkpointing=False))
+    ids = torch.zeros(8, dtype=torch.long, device="meta")
+    method = Method(checkpointing=False)
+    _, planned, _ = plan_beside(plain, engine_of_model(model), {"input": ids}, **setting, method=method)
     assert there == planned
     assert "0" in there
     assert len(there) == tower.records

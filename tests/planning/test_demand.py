@@ -268,7 +268,8 @@ def test_the_record_of_the_embedding_lives_on_a_device_before_those_of_layers():
 
     first = next(there(nbytes) for nbytes in range(MIB, 16 * MIB, MIB // 4) if there(nbytes) & {0})
     assert OUTLINE.parts[0].name.endswith("embed_tokens")
-    assert first == {0}
+    matrices = {one for one, part in enumerate(OUTLINE.parts) if max(map(len, part.shapes)) > 1}
+    assert first & matrices == {0}, "and beside it what it leaves room for"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import gc
 import torch
 from torch import nn
 
-from infinity import AdamW, Init, gathered
+from infinity import AdamW, Init
 from infinity.device.device import AcceleratorDevice
 from infinity.engine import engine as engine_module
 from infinity.engine.engine import engine_of_model
@@ -125,7 +125,7 @@ def lent_again(device: AcceleratorDevice) -> None:
 
 
 def kept_aside(device: AcceleratorDevice) -> None:
-    """Values of records that live on the device are copied, to be kept aside, and then replaced."""
+    """Values of a record that lives on the device are copied, to be kept aside, and then replaced."""
     engine_module.open_device = lambda _: device
     with Init(nvme=None, host_memory="8MiB", device="sim", device_memory="4MiB"):
         model = nn.Linear(64, 64, bias=False)
@@ -133,13 +133,16 @@ def kept_aside(device: AcceleratorDevice) -> None:
     model(torch.ones(2, 64, dtype=torch.bfloat16).to("sim")).sum().backward()
     optimizer.step()
     engine = engine_of_model(model)
-    if not all(unit.record.on_device for unit in engine.units):
-        raise AssertionError("no record lives on the device, and nothing is tried")
-    with gathered(model):
-        pass
-    model.load_state_dict({"weight": torch.ones(64, 64, dtype=torch.bfloat16)})
+    (unit,) = engine.units
+    extent, arena = unit.record.home("hi")[0], Arena(2 * 64 * 64)
     torch.accelerator.synchronize()
+    engine.residency.hold_aside(unit)
+    extent.store.write(Request(extent, 0, arena.address, arena.nbytes, "hi", arena))
+    torch.accelerator.synchronize()
+    engine.residency.drop(unit)
     engine.close()
+    del model, optimizer, engine, unit, extent
+    gc.collect()
 
 
 _ALL = leaving, gathers, stored, updated, unpinned, unmapped, lent_again, kept_aside

@@ -133,7 +133,7 @@ def test_what_only_others_leave_is_for_a_stage_without_a_limit():
         ('{"a": 1}\n{"b": 2}\n{broken\n', ({"b": 2}, "{broken")),
         (
             (
-                "[gw3] [  1%] FAILED tests/a.py::test_one[two words]\n[gw3] [  2%] PASSED tests/a.py::test_2\n"
+                "[gw3] [  1%] FAILED tests/a.py::test_one[two words]\n[gw3] [  2%] PASSED tests/a.py::two\n"
                 "tests/b.py::test_three FAILED       [ 50%]\nFAILED tests/b.py::test_three - 1 == 2\n1 failed"
             ),
             (
