@@ -8,15 +8,17 @@ needs the network; nothing ever needs root or, `gpu` apart, a GPU.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -309,23 +311,49 @@ def gpu(rest: list[str], *, packs: bool = False, sets_up: bool = False) -> int:
 
     packs: bring what is missing there into .deps instead; sets_up: stop before the first stage.
     """
-    began = time.monotonic()
     if packs:
         return pack()
-    ours = str(ROOT / ".venv/bin/python")
-    if not sees_cuda(ours) and (sets_up or sees_cuda(sys.executable)):
-        build_tools(fetch=False)
-        python = borrow(ROOT / ".venv-gpu", MODULES + TEST_MODULES)
-        build_c(python)
-    elif any(Path("/dev").glob("nvidia[0-9]*")):
-        python = set_up("gpu")
-    else:
-        raise SystemExit("dev: no CUDA device here")
+    began = time.monotonic()
+    with ends_after(GPU_S, "setting up, so that nothing was measured"):
+        python = set_up_gpu(sets_up=sets_up)
     if sets_up:
         say(f"ready: {python}, after {time.monotonic() - began:.0f} s")
         return 0
     left_s = GPU_S - (time.monotonic() - began)
     return 0 if run(python, *GPU, "--seconds", f"{left_s:.0f}", *rest) else 1
+
+
+def set_up_gpu(*, sets_up: bool) -> Path:
+    """Find the torch that sees a CUDA device, or bring one; the Python of the environment that has it.
+
+    sets_up: no device is needed.
+    """
+    ours = str(ROOT / ".venv/bin/python")
+    seen = sees_cuda(ours)
+    if not seen and (sets_up or sees_cuda(sys.executable)):
+        build_tools(fetch=False)
+        python = borrow(ROOT / ".venv-gpu", MODULES + TEST_MODULES)
+        build_c(python)
+        return python
+    if seen or any(Path("/dev").glob("nvidia[0-9]*")):
+        return set_up("gpu")
+    raise SystemExit("dev: no CUDA device here")
+
+
+@contextlib.contextmanager
+def ends_after(seconds: float, what: str) -> Iterator[None]:
+    """End this process where what is done inside the `with` takes longer; a command that runs is killed."""
+
+    def over(_number: int, _frame: object) -> NoReturn:
+        raise SystemExit(f"dev: {seconds:.0f} s were not enough for {what}")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def pack() -> int:

@@ -7,6 +7,9 @@ import re
 BLOCK = 4096
 """Bytes. Every extent, transfer and slot is a multiple of it, as O_DIRECT needs on every drive."""
 
+DEVICE_BLOCK = 512
+"""Bytes. What torch's allocators round a block of device memory up to."""
+
 _UNITS = {
     "": 1,
     "b": 1,

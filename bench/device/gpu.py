@@ -372,6 +372,20 @@ def figures(result: TrainingResult, speeds: dict[str, float]) -> list[str]:
     ]
 
 
+def found_in(results: Mapping[str, TrainingResult], tokens: int) -> dict[str, Any]:
+    """Return what cases that were measured say to the runner of stages."""
+    return {
+        "tokens": tokens,
+        "seconds": {name: one.seconds for name, one in results.items()},
+        "kernels_s": {name: one.profile.kernels_s for name, one in results.items()},
+        "nvme_nbytes": {name: one.nvme_nbytes for name, one in results.items()},
+        "device_nbytes": {name: one.device_nbytes for name, one in results.items()},
+        "host_nbytes": {name: one.host_nbytes for name, one in results.items()},
+        "losses": {name: one.loss for name, one in results.items()},
+        "summary": {name: f"{one.seconds:.3f} s" for name, one in results.items()},
+    }
+
+
 def main() -> None:
     """Measure, print tables, and write gpu.json if --out is given."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
@@ -407,6 +421,9 @@ def main() -> None:
                 place, units = arguments.trace, arguments.units
                 results[name] = measure(name, sizes, arguments.tokens, folder, place, units)
             table.add_row(name, *figures(results[name], speeds))
+            found = json.dumps(found_in(results, arguments.tokens))
+            sys.stdout.write(f"{found}\n")  # what the runner of stages reads, though it is cut off later
+            sys.stdout.flush()
     console.print(table)
     if arguments.out:
         record = {
@@ -423,17 +440,6 @@ def main() -> None:
             "steps": results,
         }
         save(arguments.out / "gpu.json", record)
-    found = {
-        "tokens": arguments.tokens,
-        "seconds": {name: one.seconds for name, one in results.items()},
-        "kernels_s": {name: one.profile.kernels_s for name, one in results.items()},
-        "nvme_nbytes": {name: one.nvme_nbytes for name, one in results.items()},
-        "device_nbytes": {name: one.device_nbytes for name, one in results.items()},
-        "host_nbytes": {name: one.host_nbytes for name, one in results.items()},
-        "losses": {name: one.loss for name, one in results.items()},
-        "summary": {name: f"{one.seconds:.3f} s" for name, one in results.items()},
-    }
-    sys.stdout.write(json.dumps(found) + "\n")  # what the runner of stages reads
 
 
 if __name__ == "__main__":

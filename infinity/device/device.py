@@ -349,7 +349,9 @@ class AcceleratorDevice(Device):
             self._streams.copy(self._up, flat[start : start + numel], host)
         residence.uploaded = self._streams.record(self._up)
         self._count(numel * flat.itemsize, 0)
-        return Copy(residence.uploaded)
+        copy = Copy(residence.uploaded)
+        self.memory.copies(address, copy)
+        return copy
 
     def arrived(self, flat: torch.Tensor | None = None) -> None:
         """See Device."""
@@ -429,7 +431,9 @@ class AcceleratorDevice(Device):
         self._streams.wait(self._down, self._streams.record(self._streams.current()))
         self._streams.copy(self._down, host, source)
         self._count(0, source.nbytes)
-        return host, Copy(self._streams.record(self._down))
+        copy = Copy(self._streams.record(self._down))
+        self.memory.copies(host.data_ptr(), copy)
+        return host, copy
 
     def room_for_downloads(self, *shares: Ledger) -> None:
         """See Device."""

@@ -24,13 +24,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from infinity.errors import DeviceMemoryError
-from infinity.sizes import format_size, round_up
+from infinity.sizes import DEVICE_BLOCK, format_size, round_up
 from infinity.storage.memory import Ledger
 from infinity.storage.store import Future
 from infinity.timeline import Timeline
-
-BLOCK_NBYTES = 512
-"""What torch's allocators round a block of device memory up to."""
 
 
 class DeviceRoom:
@@ -58,7 +55,7 @@ class DeviceRoom:
     @staticmethod
     def nbytes(nbytes: int) -> int:
         """Return what a tensor of `nbytes` takes."""
-        return round_up(nbytes, BLOCK_NBYTES)
+        return round_up(nbytes, DEVICE_BLOCK)
 
     def fits(self, nbytes: int) -> bool:
         """Whether there is room for a tensor of `nbytes`, after waiting for what leaves if need be."""

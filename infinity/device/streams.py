@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -171,11 +171,52 @@ class HostMemory(Buffers):
         """The streams of uploads and downloads."""
         self._streams = streams
         self._pinned: set[int] = set()
+        self._last: dict[int, Copy | None] = {}
+        """Of each buffer that is lent, by its address, the last copy from or to it."""
+        self._late: deque[tuple[Arena, Copy]] = deque()
+        """Buffers that have come back before that copy is over, which nobody gets."""
 
     @property
     def spare_nbytes(self) -> int:
         """See Buffers; 0 once closed."""
         return 0 if self._closed else super().spare_nbytes
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """See Buffers."""
+        taken = super().take(numel, dtype)
+        if numel:
+            self._last[taken.data_ptr()] = None
+        return taken
+
+    def copies(self, address: int, copy: Copy) -> None:
+        """Note a copy from or to `address`, in whatever memory: a buffer that begins there is lent to nobody
+        else before it is over, though all tensors in it are gone.
+        """
+        if address in self._last:
+            self._last[address] = copy
+
+    def _take(self, nbytes: int) -> Arena | None:
+        self._look_at_late()
+        return super()._take(nbytes)
+
+    def _give_back(self, arena: Arena) -> None:
+        copy = self._last.pop(arena.address, None)
+        if copy is None or copy.done:
+            super()._give_back(arena)
+        else:
+            self._late.append((arena, copy))
+
+    def _look_at_late(self) -> None:
+        """Have those buffers back whose copies are over by now."""
+        for _ in range(len(self._late)):
+            try:
+                arena, copy = self._late.popleft()
+            except IndexError:  # another thread, or the garbage collector, has looked as well
+                return
+            if copy.done:
+                super()._give_back(arena)
+            else:
+                self._late.append((arena, copy))
 
     def trim(self, nbytes: int) -> None:
         """Keep at most `nbytes` of free buffers, and those made ahead, until it is closed.
@@ -228,6 +269,7 @@ class HostMemory(Buffers):
 
     def prepare(self, nbytes: int, count: int) -> bool:
         """See Buffers; buffers made here are kept."""
+        self._look_at_late()
         more = count - self._ahead.get(nbytes, 0)
         if more > 0:
             self._ahead[nbytes] = count
@@ -239,12 +281,9 @@ class HostMemory(Buffers):
         self.pin(arena.address, arena.nbytes)
 
     def are_dropped(self, arenas: Sequence[Arena]) -> None:
-        """Unlock buffers before they are freed."""
-        pinned = [arena.address for arena in arenas if arena.address in self._pinned]
-        if pinned:  # a copy that nobody waited for may still use one of them
-            self.synchronize()
-        for address in pinned:
-            self.unpin(address)
+        """Unlock buffers before they are freed. No copy uses one that is free: see `copies`."""
+        for arena in arenas:
+            self.unpin(arena.address)
 
     def synchronize(self) -> None:
         """Return when every copy begun so far is over."""

@@ -139,6 +139,11 @@ class DeviceBudget:
         """Bytes for units that live there: the window, but for two of the largest units on their way."""
         return max(0, self.window_nbytes - 2 * self.largest_nbytes)
 
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes of that for intermediate values of updates of records there."""
+        return scratch_nbytes(self.total_nbytes, self.largest_nbytes)
+
     def __str__(self) -> str:
         """The shares in one line."""
         working = format_size(self.working_nbytes)

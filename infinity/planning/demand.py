@@ -19,6 +19,7 @@ from infinity.errors import HostMemoryError
 from infinity.planning.activations import PeakMoment, Usage, kept_by_budget, peak_moments, usage
 from infinity.planning.budget import Budget, divide, least_budget, least_that
 from infinity.planning.exchange import Exchanges, Links
+from infinity.planning.first_step import fetches_of_first_step
 from infinity.planning.forecast import EngineLimits, Moves
 from infinity.planning.offloaded import offloaded_nbytes
 from infinity.planning.outline import Act, Outline, Stage, trace_of
@@ -161,9 +162,12 @@ def demand(outline: Outline, setting: Setting) -> Demand:
     window = budget.ahead_nbytes if setting.device_nbytes is None else setting.device_nbytes
     script = outline.script(micro_batches=setting.micro_batches)
     trace = trace_of(script)
-    once = make_plan(trace_of(outline.script()), sizes.resident, window, hides=sizes.resident)
-    opens = opening(step.use for step in once.steps)
-    placement = place_fields(sizes, setting, budget, _fetches(once, len(sizes.numels)), opens)
+    if on_gpu:
+        fetches = fetches_of_first_step(trace, sizes.resident, window)
+    else:
+        once = make_plan(trace_of(outline.script()), sizes.resident, window, hides=sizes.resident)
+        fetches = [setting.micro_batches * one for one in _fetches(once, len(sizes.numels))]
+    placement = place_fields(sizes, setting, budget, fetches, opening(trace))
     living_nbytes, records_nbytes = lodged_nbytes(sizes, setting, budget, placement)
     window -= living_nbytes
     of_host = without_records(sizes, placement)

@@ -167,6 +167,61 @@ def spread(count: int) -> list[int]:
     return sorted(range(count), key=lambda index: (index * GOLDEN) % 1.0)
 
 
+def fields_of_unit(
+    unit: int,
+    sizes: Mapping[str, int],
+    derived: Container[str],
+    fetches: float,
+    updates: float,
+    *,
+    lasts: bool,
+    beside_nbytes: int | None = None,
+    opens: bool = False,
+    copies: int = 1,
+    moves: bool = True,
+    packed_nbytes: int | None = None,
+) -> Iterator[Candidate]:
+    """Every field of one unit, with what a step, or a round, is expected to read and write of it: alike for a
+    run and for a plan of it.
+
+    sizes: of the fields, in their order; derived: those that an update makes without reading them. lasts: of
+    `hi`. beside_nbytes: of gradients that stay on the device beside its record; None where that may not live
+    there. packed_nbytes: of `hi`. For the others see Candidate.
+    """
+    *_, last = sizes
+    for name, nbytes in sizes.items():
+        anew = updates if name in derived else 0.0
+        reads = fetches - anew if name == "hi" else updates
+        yield Candidate(
+            unit,
+            name,
+            nbytes,
+            reads,
+            updates,
+            lasts=lasts if name == "hi" else not updates,
+            moves=moves,
+            packed_nbytes=packed_nbytes if name == "hi" else None,
+            whole=beside_nbytes is not None,
+            beside_nbytes=(beside_nbytes or 0) * (name == last),
+            opens=opens,
+            copies=copies,
+        )
+
+
+def place_before_first_step(
+    frozen: Iterable[tuple[int, int, int]], budget: PlacementBudget
+) -> dict[Key, Tier]:
+    """Return which frozen weights live on the device before any use is counted, as if each were used in every
+    step, so that they come once. What it has no room for stays where it is.
+
+    frozen: of each unit, its number, the bytes of `hi`, and as how many times these it lives there.
+    """
+    weights = [
+        Candidate(unit, "hi", nbytes, 1.0, 0.0, moves=False, copies=copies) for unit, nbytes, copies in frozen
+    ]
+    return dict(place(weights, budget))
+
+
 def choose(
     candidates: Iterable[Candidate],
     room_nbytes: int,

@@ -14,56 +14,79 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from infinity.planning.budget import Budget, scratch_nbytes
+from infinity.planning.budget import Budget, DeviceBudget
 from infinity.planning.placement import (
     Candidate,
     Placement,
     PlacementBudget,
+    fields_of_unit,
     is_of_most_steps,
+    place_before_first_step,
     revise,
     revise_in_turn,
 )
 from infinity.planning.setting import Setting
 from infinity.planning.unit_sizes import UnitSizes
+from infinity.sizes import DEVICE_BLOCK, round_up
 
 
 def place_fields(
-    sizes: UnitSizes, setting: Setting, budget: Budget, once: Sequence[int], opening: int
+    sizes: UnitSizes, setting: Setting, budget: Budget, fetches: Sequence[int], opening: int
 ) -> Placement:
-    """Return what `pins` would put into host memory and on the device after the first step; once: fetches of
-    each unit in one micro-batch, which is all that the engine plans for before it has seen a step. opening:
-    units that open it.
+    """Return what `pins` would put into host memory and on the device after the first step; fetches: of each
+    unit in that step. opening: units that open it.
     """
-    candidates = []
-    for unit, count in enumerate(once):
-        opens = unit < opening and is_of_most_steps(sizes.shares[unit])
+    candidates: list[Candidate] = []
+    for unit, count in enumerate(fetches):
         updates = sizes.shares[unit] * (sizes.gradients[unit] > 0)
-        for name in sizes.schema.fields if updates else sizes.schema.weights:
-            nbytes = sizes.field(unit, name, budget.tile_numel)
-            fetches = sizes.shares[unit] * count * setting.micro_batches - (
-                updates if name in sizes.schema.derived else 0
-            )
-            reads = fetches if name == "hi" else updates
-            whole = updates > 0 and sizes.schema.is_updated_on_device
-            beside = _staying_nbytes(sizes, setting, unit) * (name == sizes.schema.fields[-1])
-            lasts = not updates
-            of_tiers = lasts, True, None, whole, beside, opens, sizes.holders[unit]
-            candidates.append(Candidate(unit, name, nbytes, reads, updates, *of_tiers))
-    room = setting.device_nbytes or 0
-    scratch = scratch_nbytes(room, max(sizes.resident)) if any(one.whole for one in candidates) else 0
-    on_device = max(0, room - 2 * max(sizes.resident))
+        names = sizes.schema.fields if updates else sizes.schema.weights
+        whole = updates > 0 and sizes.schema.is_updated_on_device
+        candidates += fields_of_unit(
+            unit,
+            {name: sizes.field(unit, name, budget.tile_numel) for name in names},
+            sizes.schema.derived,
+            sizes.shares[unit] * count,
+            updates,
+            lasts=not updates,
+            beside_nbytes=_staying_nbytes(sizes, setting, unit) if whole else None,
+            opens=unit < opening and is_of_most_steps(sizes.shares[unit]),
+            copies=sizes.holders[unit],
+        )
     kept = budget.kept_nbytes if setting.nvme else 0
     gradients = 0 if setting.update == "backward" else min(kept, sum(sizes.gradients))
+    device = device_budget(sizes, setting)
+    on_device, scratch = (device.lodging_nbytes, device.scratch_nbytes) if device is not None else (0, 0)
     rooms = PlacementBudget(on_device, kept, gradients, scratch)
-    if setting.device_nbytes is not None and setting.data_ranks > 1:
-        chosen = revise_in_turn({}, candidates, rooms, agreed=lambda _: True).placement
+    before = _before_first_step(sizes, budget, rooms)
+    if device is not None and setting.data_ranks > 1:
+        chosen = revise_in_turn(before, candidates, rooms, agreed=lambda _: True).placement
     else:
-        chosen = revise({}, candidates, rooms).placement
+        chosen = revise(before, candidates, rooms).placement
     if setting.nvme:
         return chosen
     keys = [(unit, name) for unit in range(len(sizes.numels)) for name in sizes.schema.fields]
     there = {key: tier for key, tier in chosen.items() if tier == "device"}
     return MappingProxyType({**dict.fromkeys(keys, "host"), **there})
+
+
+def _before_first_step(sizes: UnitSizes, budget: Budget, rooms: PlacementBudget) -> Placement:
+    """Return which frozen weights come to the device before a use is counted."""
+    frozen = [
+        (unit, sizes.field(unit, "hi", budget.tile_numel), sizes.holders[unit])
+        for unit, (gradients, share) in enumerate(zip(sizes.gradients, sizes.shares, strict=True))
+        if sizes.resident[unit] and not gradients and share == 1
+    ]
+    return place_before_first_step(frozen, rooms)
+
+
+def device_budget(sizes: UnitSizes, setting: Setting) -> DeviceBudget | None:
+    """Return how a rank divides its device_memory, of which the setting says what is left beside the units in
+    use: two of the largest, with their gradients. None where the CPU computes.
+    """
+    if setting.device_nbytes is None:
+        return None
+    largest = max(sizes.resident)
+    return DeviceBudget(setting.device_nbytes + 4 * largest, 4 * largest, largest)
 
 
 def is_record(sizes: UnitSizes, placement: Placement, unit: int) -> bool:
@@ -95,8 +118,9 @@ def _staying_nbytes(sizes: UnitSizes, setting: Setting, unit: int) -> int:
     """
     if sizes.holders[unit] > 1:
         width = sizes.schema.width
-        return sizes.numels[unit] * (4 + width if setting.micro_batches > 1 else width)
-    return 0 if setting.update == "backward" else sizes.gradients[unit]
+        width = 4 + width if setting.micro_batches > 1 else width
+        return round_up(sizes.numels[unit] * width, DEVICE_BLOCK)
+    return 0 if setting.update == "backward" else sizes.staying[unit]
 
 
 def lodged_nbytes(
@@ -112,7 +136,8 @@ def lodged_nbytes(
             records += _staying_nbytes(sizes, setting, unit)
         elif placement.get((unit, "hi")) == "device":
             copies += resident_nbytes
-    scratch = scratch_nbytes(setting.device_nbytes or 0, max(sizes.resident)) if records else 0
+    device = device_budget(sizes, setting)
+    scratch = device.scratch_nbytes if device is not None and records else 0
     return copies + records + scratch, records + scratch
 
 

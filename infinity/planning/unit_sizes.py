@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -9,9 +10,9 @@ from itertools import accumulate
 from infinity.planning.budget import Budget
 from infinity.planning.exchange import Exchanges
 from infinity.planning.layout import RecordSchema, lay_out
-from infinity.planning.outline import Outline
+from infinity.planning.outline import Outline, UnitOutline
 from infinity.planning.setting import Setting
-from infinity.sizes import round_up
+from infinity.sizes import DEVICE_BLOCK, round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class UnitSizes:
     """Elements of this rank's share of gradients; 0 of what is frozen."""
     gradients: tuple[int, ...]
     """Bytes of these at the end of a step, as kept in host memory."""
+    staying: tuple[int, ...]
+    """Bytes of these where they stay on a device."""
     shares: tuple[float, ...]
     """Of the steps, that use each unit."""
     holders: tuple[int, ...]
@@ -70,12 +73,21 @@ def unit_sizes(outline: Outline, setting: Setting) -> UnitSizes:
         nbytes,
         numels,
         tuple(wide * numel for numel in numels),
+        tuple(
+            _staying_nbytes(part, wide) if numel else 0
+            for part, numel in zip(outline.parts, numels, strict=True)
+        ),
         tuple(part.share for part in outline.parts),
         holders,
         tuple(of.second_nbytes(one) for of, one in zip(ranks, nbytes, strict=True)),
         (0,) * len(nbytes),
         tuple(of.worker_nbytes(one) for of, one in zip(ranks, workers, strict=True)),
     )
+
+
+def _staying_nbytes(part: UnitOutline, wide: int) -> int:
+    """Return the bytes of a unit's gradients on a device, each in memory of its own."""
+    return sum(round_up(wide * math.prod(shape), DEVICE_BLOCK) for shape in part.shapes)
 
 
 def with_stored(sizes: UnitSizes, budget: Budget) -> UnitSizes:

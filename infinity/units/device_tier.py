@@ -22,7 +22,7 @@ import torch
 from infinity.device.room import DeviceRoom
 from infinity.lane.lane import StreamLane
 from infinity.lane.passes import LeavePass
-from infinity.planning.budget import DeviceBudget, scratch_nbytes
+from infinity.planning.budget import DeviceBudget
 from infinity.planning.placement import opening
 from infinity.ranks.group import Ranks
 from infinity.sizes import format_size
@@ -90,7 +90,7 @@ class DeviceTier:
         """Bytes of that for intermediate values of updates, where records may live there and some need it."""
         if self._records is None or not self._records.allowed() or not self._records.need_scratch():
             return 0
-        return scratch_nbytes(self.budget.total_nbytes, self.budget.largest_nbytes)
+        return self.budget.scratch_nbytes
 
     @property
     def held_nbytes(self) -> int:
@@ -114,11 +114,10 @@ class DeviceTier:
         return unit in self._residency.routed
 
     def opening(self) -> int:
-        """Return how many units, the first ones, open a step: see [Note: what lives on the device] in
-        planning/placement.
+        """Return how many units, the first ones, open the step that has ended: see [Note: what lives on the
+        device] in planning/placement. The plan of a first step knows no better than that all are used again.
         """
-        plan = self._residency.cursor.plan
-        return 0 if plan is None else opening(step.use for step in plan.steps)
+        return opening(self._residency.cursor.trace)
 
     def lodge(self, units: Collection[Unit], records: Collection[Unit], *, moves: bool) -> None:
         """Have these units live on the device from their next use on, and no others; and the whole `records`,

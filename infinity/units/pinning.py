@@ -46,8 +46,9 @@ from infinity.planning.placement import (
     PlacementBudget,
     Revision,
     Tier,
+    fields_of_unit,
     is_of_most_steps,
-    place,
+    place_before_first_step,
     revise,
     revise_in_turn,
 )
@@ -113,6 +114,8 @@ class Pins:
         self._packs = False
         self._packed: set[int] = set()
         """Units whose `hi` has a place in host memory, or waits for one, packed."""
+        self._opening = 0
+        """How many units, the first ones, opened the last step: see `opening` in placement."""
 
     def forward_began(self, _module: object) -> None:
         """Before the first step ends, no use was counted: let frozen weights live on the device as if each
@@ -121,13 +124,8 @@ class Pins:
         if self._tier is None or self._steps or self._placement:
             return
         frozen = [unit for unit in self._units if not unit.trainable and not self._tier.is_routed(unit)]
-        weights = [
-            Candidate(
-                one.index, "hi", one.record.field_nbytes("hi"), 1.0, 0.0, moves=False, copies=_parts(one)
-            )
-            for one in frozen
-        ]  # what the device has no room for stays where it is, until the first step is counted
-        self._placement = dict(place(weights, self._budget(0)))
+        weights = ((one.index, one.record.field_nbytes("hi"), _parts(one)) for one in frozen)
+        self._placement = place_before_first_step(weights, self._budget(0))
         self._lodge(moves=False)
 
     def close_step(self) -> None:
@@ -136,6 +134,7 @@ class Pins:
         """
         self._forget_own()
         self._steps += 1
+        self._opening = self._tier.opening() if self._tier is not None else 0
         held = self._kept.peak_nbytes - self._pinned_nbytes() if self._steps == 1 else self._in_use_nbytes()
         self._gradient_nbytes = max(self._gradient_nbytes, held)
         if self._steps % REVISED_EVERY == 1 or self._frequencies.unsettled or self._rounds:
@@ -473,26 +472,28 @@ class Pins:
 
     def _candidates(self, expected: Frequencies) -> Iterator[Candidate]:
         """Every field, with what a step, or a round, is expected to read and write of it."""
-        opening = self._tier.opening() if self._tier is not None else 0
         for unit in self._units:
+            record = unit.record
+            moves = self._nvme is not self._host or record.in_files is not None
+            if not moves and self._tier is None:
+                continue  # it lies in host memory for good
             fetches = expected.fetches(unit.index)
             updates = expected.updates(unit.index)
+            anew = updates if "hi" in record.schema.derived else 0.0
             rises = self._tier is not None and updates > 0
-            gradients_nbytes = self._tier.gradients_nbytes(unit) if self._tier and rises else None
-            opens = unit.index < opening and is_of_most_steps(expected.share_of_steps(unit.index))
-            for name in unit.record.fields:
-                moves = self._nvme is not self._host or unit.record.in_files is not None
-                if not moves and self._tier is None:
-                    continue  # it lies in host memory for good
-                anew = updates if name in unit.record.schema.derived else 0.0
-                reads = fetches - anew if name == "hi" else updates
-                nbytes = unit.record.field_nbytes(name)
-                lasts = _READS_PER_UPDATE * updates <= reads
-                packed = self._packed_nbytes(unit.record, name)
-                beside = (gradients_nbytes or 0) * (name == unit.record.fields[-1])
-                whole = gradients_nbytes is not None
-                of_device = whole, beside, opens, _parts(unit)
-                yield Candidate(unit.index, name, nbytes, reads, updates, lasts, moves, packed, *of_device)
+            yield from fields_of_unit(
+                unit.index,
+                {name: record.field_nbytes(name) for name in record.fields},
+                record.schema.derived,
+                fetches,
+                updates,
+                lasts=_READS_PER_UPDATE * updates <= fetches - anew,
+                beside_nbytes=self._tier.gradients_nbytes(unit) if self._tier and rises else None,
+                opens=unit.index < self._opening and is_of_most_steps(expected.share_of_steps(unit.index)),
+                copies=_parts(unit),
+                moves=moves,
+                packed_nbytes=self._packed_nbytes(record, "hi"),
+            )
 
     def _set_targets(self) -> None:
         """Give fields their place in host memory, as far as this step's gradients leave room by now."""

@@ -23,6 +23,7 @@ from infinity.lane.outgoing import OutgoingShare
 from infinity.planning.course import Course
 from infinity.planning.cursor import Cursor
 from infinity.planning.cycle import make_cycle
+from infinity.planning.first_step import guessed_trace
 from infinity.planning.frequency import Frequencies
 from infinity.planning.plan import make_plan
 from infinity.planning.queue import NO_FETCH, Job
@@ -116,11 +117,10 @@ class UnitResidency(Residency[Unit, UpdatePass]):
             self._ahead.resize(left)
         self.give_window(self._ahead.limit_nbytes)
         self._uses_of = {phase: [Use(phase, unit.index) for unit in units] for phase in Phase}
-        forward = [self._uses_of[Phase.FORWARD][one.index] for one in self._layers.others]
-        back = [self._uses_of[Phase.BACKWARD][one.index] for one in reversed(self._layers.others)]
+        guess = guessed_trace(one.index for one in self._layers.others)
         for course in (self._steps, self._rounds):
             course.open(len(units))
-        self._plan(self._steps, (*forward, *back), self._fetched_sizes())
+        self._plan(self._steps, guess, self._fetched_sizes())
 
     def meet_by(self, meeting: MeetingOfRanks) -> None:
         """Have the ranks meet before each use: see [Note: ranks that choose] in meeting."""

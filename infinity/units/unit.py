@@ -262,6 +262,8 @@ class Unit:
         if self._memory is not None:
             flat = self._opened.blocks.take(self.layout.numel, self.flat.dtype)
             flat.copy_(self.flat)
+            if self.record.on_device and self.on_device:
+                self.record.used("hi")
             if self._pinned and self._is_shared():
                 self.record.give_new_memory("hi")
             self._bind(flat, None)

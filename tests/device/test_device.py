@@ -250,9 +250,16 @@ def test_the_backward_goes_on_beside_a_download(device, streams):
         streams.host_reads(later)  # the host waited for the copy, not for that kernel
 
 
-def test_a_gradients_memory_is_given_out_again_behind_its_download(device, streams):
+def test_a_gradients_memory_is_held_until_its_download_is_over_and_given_out_again_behind_it(device, streams):
     source = gradient(streams)
-    device.download(source)
+    download, address = device.download(source), source.data_ptr()
+    held = [one.data_ptr() for _, _, parts in device.room._leaving for one in parts]
+    assert held == [address]
+    with streams.refuses():
+        streams.kernel(writes=[source])
+    download.wait()
+    device.room.collect()
+    assert not device.room._leaving
     streams.recycle(source)
     streams.kernel(writes=[source])
 

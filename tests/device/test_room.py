@@ -7,11 +7,12 @@ import torch
 
 from infinity.device.blocks import DeviceBlocks
 from infinity.device.device import AcceleratorDevice
-from infinity.device.room import BLOCK_NBYTES, DeviceRoom
+from infinity.device.room import DeviceRoom
 from infinity.errors import DeviceMemoryError
+from infinity.sizes import DEVICE_BLOCK
 from streams import LateStreams
 
-B = BLOCK_NBYTES
+B = DEVICE_BLOCK
 
 
 class Work:

@@ -25,10 +25,11 @@ ORDERS = [f"order: {name}{more}" for name in simulated_faults.ORDERS for more in
 
 FROZEN = ["frozen, no room", "frozen, room for half", "frozen, room for all"]
 RECORDS = ["records, no room", "records, room for half", "records, room for all", "records, later"]
+EMBEDDED = "records and an embedding, room for half"
 PLANTED = [f"fault: {name}" for name in simulated_faults.BUDGETS]
 BY_NAME = "by name, 0.2 ms"
 TOGETHER = ["2 ranks, on the device, room for all, 0.2 ms"]
-TOWERS = [*FROZEN, *RECORDS, "trained, no room", "trained, room for all", "clipped"]
+TOWERS = [*FROZEN, *RECORDS, EMBEDDED, "trained, no room", "trained, room for all", "clipped"]
 LAYER = simulated_tiers.LAYER_NBYTES
 SETTLED = 2
 """Steps after which nothing moves to another place."""
@@ -102,7 +103,8 @@ def test_a_dropped_wait_and_a_host_kernel_on_device_memory_are_found(default):
 def test_a_single_order_holds_and_is_missed_when_it_is_dropped(default, name):
     ((held,), (dropped,)) = default[f"order: {name}"], default[f"order: {name} without it"]
     assert (held["killed"], held["raised"], held["failure"]) == ("", "", "")
-    assert held["peak"] > held["allocated"] == 0
+    assert held["peak"] > held["allocated"]
+    assert held["allocated"] == 0 or name == "kept_aside", "that has a model"
     assert dropped["killed"] == ""
     assert simulated_faults.ORDERS[name].caught in dropped["failure"]
 
@@ -192,7 +194,7 @@ def test_of_several_ranks_what_a_plan_lets_live_on_their_devices_does():
             if cases[case] in with_room:
                 assert one["there"] == planned["units"] != [], case
                 assert one["on_device"] == pytest.approx(planned["nbytes"], rel=0.1), case
-            else:  # of equals others may have room, as uses were counted; so much has
+            else:  # reductions take another part of device_memory than a plan keeps for what is in use
                 assert one["on_device"] == pytest.approx(planned["nbytes"], rel=0.3), case
 
 
@@ -269,6 +271,16 @@ def test_records_that_fit_the_device_are_updated_there_and_nothing_goes_over_the
     assert (per_step(one), per_step(one, "downloaded")) == (0, 0)
     assert one["tiers"] == ["device"]
     assert "update" in one["timeline"]
+
+
+PLANNED = ["frozen, room for half", EMBEDDED, "records, later", "records, no room"]
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_plan_with_the_same_room_lets_the_same_units_live_on_the_device(default, name):
+    one = of(default, name)
+    assert one["there"] == one["planned"]
+    assert bool(one["there"]) == (name != "records, no room")
 
 
 def test_with_room_for_half_of_the_records_half_of_the_bytes_go_over_the_link(default):

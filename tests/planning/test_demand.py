@@ -243,7 +243,7 @@ def test_of_several_ranks_each_ones_parts_live_on_its_device_and_a_use_puts_unit
         assert moves.waiting_nbytes == moves.gathered_nbytes * 4 // 3 > 0
     own = sum((12 + 2) * moves.numel for moves in all_.units)  # with the mean of gradients
     largest = max(moves.waiting_nbytes for moves in all_.units)
-    assert all_.records_nbytes == own + scratch_nbytes(64 * MIB, largest)
+    assert all_.records_nbytes == own + scratch_nbytes(64 * MIB + 4 * largest, largest)
     assert all_.in_use_nbytes == none.in_use_nbytes, "what is in use is put together all the same"
 
 
@@ -270,7 +270,8 @@ def test_the_record_of_the_embedding_lives_on_a_device_before_those_of_layers():
 
     first = next(there(nbytes) for nbytes in range(MIB, 16 * MIB, MIB // 4) if there(nbytes) & {0})
     assert OUTLINE.parts[0].name.endswith("embed_tokens")
-    assert first == {0}
+    matrices = {one for one, part in enumerate(OUTLINE.parts) if max(map(len, part.shapes)) > 1}
+    assert first & matrices == {0}, "and beside it what it leaves room for"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -32,6 +33,7 @@ for package in words[words.index("--no-install-recommends") + 1 :]:
 
 PIP = """
 import sys
+import time
 from pathlib import Path
 words = sys.argv[1:]
 Path({asked!r}).write_text(" ".join(words))
@@ -272,6 +274,16 @@ def test_the_stages_get_what_setting_up_has_left_of_the_time(tmp_path, monkeypat
     monkeypatch.setattr(dev.time, "monotonic", lambda: next(seconds))
     assert dev.gpu(["--only", "facts"]) == 0
     assert commands == [("-m", "infinity.bench.device.stages", "--seconds", "510", "--only", "facts")]
+
+
+def test_setting_up_that_takes_all_of_the_time_ends_and_says_so(monkeypatch):
+    dev = load("dev")
+    monkeypatch.setattr(dev, "GPU_S", 0.2)
+    monkeypatch.setattr(dev, "sees_cuda", lambda python: time.sleep(60))
+    began = time.monotonic()
+    with pytest.raises(SystemExit, match="were not enough for setting up"):
+        dev.gpu([])
+    assert time.monotonic() - began < 30
 
 
 def test_without_a_device_that_is_said(monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,16 +137,17 @@ class DownloadsDoNotWait(SimStreams):
             super().wait(stream, event)
 
 
-def unlock_at_once(memory, arenas):
-    """HostMemory.are_dropped, without waiting for the copies that may use the buffers."""
-    for arena in arenas:
-        memory.unpin(arena.address)
+class BuffersComeBackAtOnce(AcceleratorDevice):
+    """A buffer whose last tensor is gone is lent again, or unlocked, while a copy still uses it."""
 
+    class Memory(HostMemory):
+        def copies(self, address, copy):
+            pass
 
-def unlock_behind_downloads(memory, arenas):
-    """HostMemory.are_dropped, with a wait for downloads alone: uploads may still read the buffers."""
-    memory._streams.record(memory.down).synchronize()
-    unlock_at_once(memory, arenas)
+    def __init__(self, place, streams):
+        super().__init__(place, streams)
+        self.memory = self.Memory(streams)
+        self._up, self._down = self.memory.up, self.memory.down
 
 
 @dataclass(frozen=True)
@@ -161,12 +161,9 @@ class Fault:
     settings: dict[str, Any] = field(default_factory=dict)
     device: type[AcceleratorDevice] = AcceleratorDevice
     streams: type[SimStreams] = SimStreams
-    are_dropped: Callable[..., None] | None = None
 
     def opened(self) -> AcceleratorDevice:
         """Return the device that has the fault."""
-        if self.are_dropped is not None:
-            HostMemory.are_dropped = self.are_dropped
         place = torch.device("sim", 0)
         return self.device(place, self.streams(place))
 
@@ -188,11 +185,13 @@ FAULTS = {
 }
 ORDERS = {
     "leaving": Fault("not ordered behind an upload", device=LeavesAtOnce),
-    "gathered": Fault("not ordered behind", device=GathersDoNotWait),
+    "gathers": Fault("not ordered behind", device=GathersDoNotWait),
     "updated": Fault("a download on stream", device=UpdatesAreForgotten),
     "stored": Fault("not ordered behind an upload", device=StoresAreUsedAtOnce),
-    "unpinned": Fault("host memory is unpinned while a download", are_dropped=unlock_at_once),
-    "unmapped": Fault("host memory is unpinned while an upload", are_dropped=unlock_behind_downloads),
+    "unpinned": Fault("host memory is unpinned while a download", device=BuffersComeBackAtOnce),
+    "unmapped": Fault("host memory is unpinned while an upload", device=BuffersComeBackAtOnce),
+    "lent_again": Fault("the host changed the source of an upload", device=BuffersComeBackAtOnce),
+    "kept_aside": Fault("not ordered behind", device=UpdatesAreForgotten),
 }
 """Orders that no training here depends on: each is caught by a sequence of calls of its own."""
 BUDGETS = {"left to the allocator": Fault("more than is counted", device=LeftToTheAllocator)}

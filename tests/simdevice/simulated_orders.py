@@ -5,9 +5,13 @@ from __future__ import annotations
 import gc
 
 import torch
+from torch import nn
 
+from infinity import AdamW, Init
 from infinity.device.device import AcceleratorDevice
-from infinity.storage.memory import Arena
+from infinity.engine import engine as engine_module
+from infinity.engine.engine import engine_of_model
+from infinity.storage.memory import Arena, Ledger
 from infinity.storage.store import Request
 
 NUMEL = 1 << 15
@@ -32,7 +36,7 @@ def leaving(device: AcceleratorDevice) -> None:
     device.close()
 
 
-def gathered(device: AcceleratorDevice) -> None:
+def gathers(device: AcceleratorDevice) -> None:
     """A stream of its own fills memory that nothing was uploaded to, and that queued kernels still read."""
     values = torch.ones(NUMEL, dtype=torch.bfloat16, device=device.torch_device)
     for _ in range(3):
@@ -107,4 +111,39 @@ def unmapped(device: AcceleratorDevice) -> None:
     device.close()
 
 
-ORDERS = {one.__name__: one for one in (leaving, gathered, stored, updated, unpinned, unmapped)}
+def lent_again(device: AcceleratorDevice) -> None:
+    """A lent buffer is uploaded, and its last user drops it; the host writes to the next one of its size."""
+    device.room_for_downloads(Ledger(8 * NUMEL))
+    flat = _memory(device)
+    host = device.take_host_buffer(NUMEL, torch.bfloat16).fill_(3)
+    device.upload(flat, 0, host.data_ptr(), NUMEL)
+    del host
+    gc.collect()
+    device.take_host_buffer(NUMEL, torch.bfloat16).fill_(4)
+    torch.accelerator.synchronize()
+    device.close()
+
+
+def kept_aside(device: AcceleratorDevice) -> None:
+    """Values of a record that lives on the device are copied, to be kept aside, and then replaced."""
+    engine_module.open_device = lambda _: device
+    with Init(nvme=None, host_memory="8MiB", device="sim", device_memory="4MiB"):
+        model = nn.Linear(64, 64, bias=False)
+    optimizer = AdamW(model.parameters(), update="backward")
+    model(torch.ones(2, 64, dtype=torch.bfloat16).to("sim")).sum().backward()
+    optimizer.step()
+    engine = engine_of_model(model)
+    (unit,) = engine.units
+    extent, arena = unit.record.home("hi")[0], Arena(2 * 64 * 64)
+    torch.accelerator.synchronize()
+    engine.residency.hold_aside(unit)
+    extent.store.write(Request(extent, 0, arena.address, arena.nbytes, "hi", arena))
+    torch.accelerator.synchronize()
+    engine.residency.drop(unit)
+    engine.close()
+    del model, optimizer, engine, unit, extent
+    gc.collect()
+
+
+_ALL = leaving, gathers, stored, updated, unpinned, unmapped, lent_again, kept_aside
+ORDERS = {one.__name__: one for one in _ALL}

@@ -14,15 +14,13 @@ import torch.distributed as dist
 
 import models
 from infinity import AdamW, stats
-from infinity.bench.planning.meta import outline_of_model, shapes_alone
 from infinity.engine.engine import engine_of_model
 from infinity.planning.activations import Method
-from infinity.planning.demand import demand
-from infinity.planning.setting import Setting
 from infinity.ranks.group import Channel
 from infinity.reference import ReferenceAdamW, prepare
 from infinity.units.device_tier import lives_on_device
 from places import disk
+from planned_units import plan_beside
 from simulated_counts import Uses, plain_uses
 from simulator import Simulator
 
@@ -123,27 +121,21 @@ def freeze(model, case):
 
 
 def planned(plain, case, engine):
-    """Return what a plan of these ranks, with the room that an engine has there, lets live on the device of
-    each: the names of the units, and the bytes of their records, or of the copies of all of them.
+    """Return what a plan of these ranks lets live on the device of each: names of units, and the bytes
+    of their records, or of the copies of all of them.
     """
-    setting = Setting(
-        64 << 20,
+    need, names, there = plan_beside(
+        plain,
+        engine,
         nvme=case.get("nvme", True),
-        device_nbytes=engine.tier.budget.window_nbytes,
         update=case["update"],
         micro_batches=case.get("accumulate", 1),
         ranks=RANKS,
         local_ranks=RANKS,
         method=Method(checkpointing=False),
     )
-    outline = outline_of_model(shapes_alone(plain))
-    need = demand(outline, setting)
-    there = {unit for (unit, _), tier in need.placement.items() if tier == "device"}
     nbytes = [12 * one.numel if one.part_there else 2 * RANKS * one.numel for one in need.units]
-    return {
-        "units": sorted(outline.parts[unit].name for unit in there),
-        "nbytes": sum(nbytes[unit] for unit in there),
-    }
+    return {"units": names, "nbytes": sum(nbytes[unit] for unit in there)}
 
 
 @functools.cache

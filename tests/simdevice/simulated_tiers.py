@@ -16,9 +16,12 @@ import models
 import simulated_faults
 from infinity import AdamW, Init, stats
 from infinity.engine import engine as engine_module
-from infinity.engine.engine import engine_of_model
+from infinity.engine.engine import Engine, engine_of_model
+from infinity.planning.activations import Method
 from infinity.reference import ReferenceAdamW, prepare
+from infinity.units.device_tier import lives_on_device
 from places import disk
+from planned_units import plan_beside
 from simulated_counts import Uses, plain_uses
 from simulator import Simulator
 
@@ -39,7 +42,7 @@ class Tower:
     room: layers that may live on the device; records: whole ones that may, with gradients of `kept` bytes an
     element beside them; nvme: whether records lie there; accumulate: backwards of a
     step; evaluated: forwards without gradients after each step; copy_us, kernel_us, event_us: delays in
-    microseconds; fault: of simulated_faults.BUDGETS.
+    microseconds; fault: of simulated_faults.BUDGETS; embedded: whether the first one looks up rows.
     """
 
     layers: int = 66
@@ -58,6 +61,7 @@ class Tower:
     kernel_us: int = 20
     event_us: int = 100
     fault: str = ""
+    embedded: bool = False
 
     @property
     def device_nbytes(self) -> int:
@@ -84,6 +88,9 @@ TOWERS = {
     "records, room for all": Tower(frozen=False, layers=12, records=12),
     "records, room for half": Tower(frozen=False, layers=12, records=6, host="1MiB"),
     "records, no room": Tower(frozen=False, layers=12, host="1MiB"),
+    "records and an embedding, room for half": Tower(
+        frozen=False, layers=12, records=6, host="1MiB", embedded=True
+    ),
     "many records, room for half": Tower(frozen=False, layers=66, records=33, host="4MiB"),
     "many records, no room": Tower(frozen=False, layers=66, host="4MiB"),
     "records, later": Tower(frozen=False, layers=12, records=12, kept=2, update="forward", clip=0.01),
@@ -110,7 +117,8 @@ def build(tower: Tower) -> nn.Sequential:
     """Return the tower, its layers of odd numbers behind an activation."""
     parts: list[nn.Module] = []
     for number in range(tower.layers):
-        parts.append(nn.Linear(WIDTH, WIDTH, bias=False))
+        looks_up = tower.embedded and not number
+        parts.append(nn.Embedding(WIDTH, WIDTH) if looks_up else nn.Linear(WIDTH, WIDTH, bias=False))
         parts += [nn.Tanh()] * (number % 2)
     model = nn.Sequential(*parts)
     layers = [part for part in model if isinstance(part, nn.Linear)]
@@ -120,7 +128,11 @@ def build(tower: Tower) -> nn.Sequential:
 
 
 def _loss(model: nn.Module, number: int, place: str) -> torch.Tensor:
-    inputs = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)).bfloat16().to(place)
+    generator = torch.Generator().manual_seed(number)
+    if isinstance(model[0], nn.Embedding):
+        inputs = torch.randint(0, WIDTH, (8,), generator=generator).to(place)
+    else:
+        inputs = torch.randn(8, WIDTH, generator=generator).bfloat16().to(place)
     return model(inputs).float().square().mean()
 
 
@@ -156,6 +168,15 @@ def waits_of_clipping(model: nn.Module, simulator: Simulator) -> int:
     return simulator.counts()["host_waits"] - before
 
 
+def planned(tower: Tower, plain: nn.Module, engine: Engine) -> list[str]:
+    """Return the units that a plan lets live on the device."""
+    accumulate, method = tower.accumulate, Method(checkpointing=False)
+    setting = {"nvme": tower.nvme, "update": tower.update, "micro_batches": accumulate, "method": method}
+    rows = torch.zeros(8, dtype=torch.long, device="meta")
+    inputs = rows if tower.embedded else torch.zeros(8, WIDTH, dtype=torch.bfloat16, device="meta")
+    return plan_beside(plain, engine, {"input": inputs}, **setting)[1]
+
+
 def run(name: str, simulator: Simulator) -> dict[str, object]:
     """Train a tower, here and in memory, and say how they differ, and what every step took."""
     tower = TOWERS[name]
@@ -181,12 +202,13 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         held = engine.device.room.ledger
         uses = Uses(ours, lambda: simulator.counts()["allocated"] - before - held.held_nbytes)
         optimizer = AdamW(_trained(ours), update=tower.update, **SETTINGS)
-        seen, waits, for_room = [stats(ours)], [0], [0]
+        seen, waits, for_room, there = [stats(ours)], [0], [0], []
 
         def after_step():
             seen.append(stats(ours))
             waits.append(sum(map(simulator.waits_of, uses.threads)))
             for_room.append(engine.device.room.waits)
+            there[:] = sorted(unit.name for unit in engine.units if lives_on_device(unit))
 
         losses = train(tower, ours, optimizer, "sim", after_step)
         uncounted = uses.beside(plain_pass)
@@ -210,6 +232,8 @@ def run(name: str, simulator: Simulator) -> dict[str, object]:
         "downloaded": [one.since(other).downloaded_nbytes for other, one in itertools.pairwise(seen)],
         "hi_read": seen[1].read_nbytes.get(("nvme", "hi"), 0),
         "on_device": seen[-1].device_nbytes,
+        "there": there,
+        "planned": planned(tower, plain, engine),
         "tiers": sorted({tier for unit in seen[-1].units for _, tier in unit.tiers}),
         "waits_of_clipping": of_clipping,
         "waits_of_caller": simulator.waits_of(threading.get_native_id()),

@@ -15,14 +15,16 @@ import pytest
 import torch
 
 from infinity.bench.device import stages
-from infinity.bench.device.stages import STAGES, GpuStage, run_stages, said, table_of
+from infinity.bench.device.stages import STAGES, GpuStage, run_stages, said, share_s, table_of
 from places import ROOT
 
 ENOUGH_S = 240.0
+GPU_S, SET_UP_S = 570, 60
+"""In which all of `dev.py gpu` ends; and what setting up takes of it."""
 
 
 def python(name, code, limit_s=60.0, **variables):
-    return GpuStage(name, ("-c", code), limit_s, variables)
+    return GpuStage(name, ("-c", code), limit_s, variables, more_s=0.0)
 
 
 GOOD = python("good", "print('noise'); print('{\"summary\": \"12 GB/s\", \"n\": 1}'); print('more noise')")
@@ -120,18 +122,44 @@ def alive(pid):
 
 
 def test_sigterm_ends_the_stage_that_runs_and_what_was_found_is_kept(tmp_path):
+    slow = "import time; print('{\"half\": 1}'); time.sleep(600)"
     code = (
         "import sys; from pathlib import Path\n"
         "from infinity.bench.device.stages import GpuStage, run_stages\n"
-        "slow = GpuStage('slow', ('-c', 'import time; time.sleep(600)'), 600)\n"
-        "stages = [slow, GpuStage('next', ('-c', ''), 9)]\n"
-        "print([one.status for one in run_stages(stages, 600, Path(sys.argv[1]))])"
+        "stages = [GpuStage('slow', ('-c', sys.argv[2]), 600), GpuStage('next', ('-c', ''), 9)]\n"
+        "print([(one.status, one.found) for one in run_stages(stages, 600, Path(sys.argv[1]))])"
     )
-    runner = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True)
-    while not (tmp_path / "slow.log").exists():
+    command, log = [sys.executable, "-c", code, tmp_path, slow], tmp_path / "slow.log"
+    runner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    while not (log.exists() and log.read_text()):
         time.sleep(0.05)
     runner.send_signal(signal.SIGTERM)
-    assert runner.communicate(timeout=200)[0].strip() == "['timed out', 'not run']"
+    said = runner.communicate(timeout=200)[0].strip()
+    assert said == "[('timed out', {'half': 1}), ('not run', {})]"
+
+
+def test_a_stage_whose_time_is_over_is_asked_to_end_and_says_what_it_has_found(tmp_path, soon):
+    code = (
+        "import time\n"
+        "try: print('begun', flush=True); time.sleep(600)\n"
+        "except KeyboardInterrupt: print('{\"tests\": 7}')"
+    )
+    (outcome,) = run_stages([python("asked", code, limit_s=4.0)], ENOUGH_S, tmp_path)
+    assert (outcome.status, outcome.found) == ("timed out", {"tests": 7})
+    assert outcome.seconds < 4.0
+
+
+@pytest.mark.parametrize(("left", "expected"), [(200.0, 100.0), (130.0, 80.0), (60.0, 50.0), (20.0, 20.0)])
+def test_a_stage_has_its_limit_and_of_what_others_leave_as_much_again(left, expected):
+    later = [GpuStage("later", (), 30.0), GpuStage("last", (), 20.0, more_s=0.0)]
+    assert share_s(GpuStage("one", (), 50.0), later, left) == expected
+
+
+def test_what_only_others_leave_is_for_a_stage_without_a_limit():
+    (last,) = [stage for stage in STAGES if not stage.limit_s]
+    assert last is STAGES[-1]
+    assert share_s(last, (), 50.0) == 50.0
+    assert share_s(last, (), 500.0) == last.more_s
 
 
 @pytest.mark.parametrize(
@@ -140,6 +168,19 @@ def test_sigterm_ends_the_stage_that_runs_and_what_was_found_is_kept(tmp_path):
         ("", ({}, "")),
         ("one\n[1, 2]\n3\n", ({}, "3")),
         ('{"a": 1}\n{"b": 2}\n{broken\n', ({"b": 2}, "{broken")),
+        (
+            (
+                "[gw3] [  1%] FAILED tests/a.py::test_one[two words]\n[gw3] [  2%] PASSED tests/a.py::two\n"
+                "tests/b.py::test_three FAILED       [ 50%]\nFAILED tests/b.py::test_three - 1 == 2\n1 failed"
+            ),
+            (
+                {
+                    "summary": "1 failed",
+                    "failed": {"tests/a.py::test_one[two words]": "", "tests/b.py::test_three": "1 == 2"},
+                },
+                "1 failed",
+            ),
+        ),
     ],
 )
 def test_what_a_stage_found_is_its_last_line_with_a_json_object(text, expected):
@@ -160,7 +201,7 @@ def test_without_a_device_a_measurement_says_so_with_its_own_arguments(stage, mo
 
 def test_the_stages_name_what_exists():
     assert all(importlib.util.find_spec(stage.command[1]) for stage in STAGES)
-    assert sum(stage.limit_s for stage in STAGES[:5]) < 570  # all but the long ones are certain to be begun
+    assert sum(stage.limit_s for stage in STAGES) <= GPU_S - SET_UP_S
 
 
 def gpu_tests_of(path):
