@@ -209,9 +209,8 @@ class GradientStore:
         tensor = download.tensor
         if keep and download.done:  # and in the cache
             gradient.measure(tensor)
-        if keep or not unit.record.all_in_host or is_part(tensor):
-            tensor = self._own(tensor)
-        self._place(gradient, tensor, keep=keep)
+        stays = keep or not unit.record.all_in_host or is_part(tensor)
+        self._place(gradient, tensor, keep=keep, own=stays)
         return gradient
 
     def be_elsewhere(self, unit: Unit, index: int) -> Gradient:
@@ -304,12 +303,15 @@ class GradientStore:
             gradient.measure(total)
             self._place(gradient, total, keep=True)
 
-    def _place(self, gradient: Gradient, tensor: torch.Tensor, *, keep: bool) -> None:
+    def _place(self, gradient: Gradient, tensor: torch.Tensor, *, keep: bool, own: bool = False) -> None:
+        """Keep a gradient, or let it wait on its way out. own: in a copy, which is made when it is paid for:
+        computing waits for that with one of it in memory, not two.
+        """
         if keep and not self.rests(gradient.unit) and gradient.charge(tensor.nbytes):
-            gradient.keep(tensor)
+            gradient.keep(self._own(tensor) if own else tensor)
             return
         gradient.charge(0)
-        self._send(gradient, tensor)
+        self._send(gradient, tensor, own=own)
 
     def rests(self, unit: Unit) -> bool:
         """Whether a unit's gradients go to its record even if host memory has room: they would wait there for
@@ -322,10 +324,11 @@ class GradientStore:
         seldom = 6 * self._residency.share_of_steps(unit) < 5
         return seldom and not isinstance(self._spill_store, HostStore) and not unit.record.all_in_host
 
-    def _send(self, gradient: Gradient, tensor: torch.Tensor) -> None:
+    def _send(self, gradient: Gradient, tensor: torch.Tensor, *, own: bool = False) -> None:
         """Let a gradient wait for the others of its unit; a spilled one is added to what is stored."""
         unit = gradient.unit
-        gradient.send(tensor, self._outgoing_share.lease(tensor.nbytes))
+        lease = self._outgoing_share.lease(tensor.nbytes)
+        gradient.send(self._own(tensor) if own else tensor, lease)
         self._outgoing[unit][gradient.index] = gradient
 
     def units_outgoing(self) -> list[Unit]:
