@@ -33,7 +33,7 @@ from infinity.records.record import Record
 from infinity.records.updates import Update
 from infinity.records.weights import compute_dtype
 from infinity.sizes import format_size
-from infinity.storage.memory import Ledger
+from infinity.storage.memory import Ledger, is_mapped_apart
 from infinity.storage.store import DONE, Future, HostStore, Store
 from infinity.tensors import is_part, spread_as
 from infinity.units.residency import UnitResidency
@@ -240,12 +240,15 @@ class GradientStore:
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy, in a buffer, of a large gradient that torch has allocated on the CPU, since it stays
-        for a while (see buffers), and of one that is part of a larger storage, all of which would stay.
+        for a while (see buffers), and of one that is part of a larger storage, all of which would stay. One
+        that malloc has mapped by itself leaves no hole, and stays where it is.
         """
         if not self._device.is_host:
             return tensor
         if tensor.nbytes < _OWN_NBYTES:
             return tensor.clone() if is_part(tensor) else tensor
+        if is_mapped_apart(tensor.nbytes) and not is_part(tensor):
+            return tensor
         own = self._outgoing_share.buffers.take(tensor.numel(), tensor.dtype).view(tensor.shape)
         kernels.copy(tensor.nbytes, own.data_ptr(), tensor.data_ptr())
         return own

@@ -110,3 +110,18 @@ def test_a_gradient_is_copied_to_memory_of_its_own_when_there_is_room_for_it_and
     assert job.lent == [0], "it waited in the memory that torch had given it"
     optimizer.step()
     assert engine.outgoing_share.ledger.peak_nbytes <= engine.outgoing_share.ledger.limit_nbytes
+
+
+def test_a_gradient_that_malloc_maps_by_itself_stays_where_it_is(folder, monkeypatch):
+    monkeypatch.setattr(store, "is_mapped_apart", lambda nbytes: nbytes >= 1 << 20)
+    with Init(nvme=folder, host_memory="16MiB"):
+        model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 1024, bias=False))
+    engine = engine_in(model)
+    taken, take = [], engine.outgoing_share.buffers.take
+    monkeypatch.setattr(
+        engine.outgoing_share.buffers,
+        "take",
+        lambda numel, dtype: taken.append(numel * dtype.itemsize) or take(numel, dtype),
+    )
+    model(torch.ones(1, 512, dtype=torch.bfloat16)).float().sum().backward()
+    assert taken == [512 << 10], "the smaller one, which would leave a hole"
