@@ -115,9 +115,7 @@ class Demand:
             return max(self.moments, key=lambda one: one.nbytes)
         return max(
             self.moments,
-            key=lambda one: (
-                one.nbytes + self._held_nbytes(gradients=one.after_loss) + self._lent_nbytes(one)
-            ),
+            key=lambda one: one.nbytes + self._held_nbytes(gradients=one.after_loss) + self._lent_nbytes(one),
         )
 
     @property
