@@ -247,9 +247,11 @@ class GradientStore:
             return tensor
         if tensor.nbytes < _OWN_NBYTES:
             return tensor.clone() if is_part(tensor) else tensor
+        buffers = self._outgoing_share.buffers
         if is_mapped_apart(tensor.nbytes) and not is_part(tensor):
+            buffers.trim(buffers.spare_nbytes)  # its bytes of the share are not free any more
             return tensor
-        own = self._outgoing_share.buffers.take(tensor.numel(), tensor.dtype).view(tensor.shape)
+        own = buffers.take(tensor.numel(), tensor.dtype).view(tensor.shape)
         kernels.copy(tensor.nbytes, own.data_ptr(), tensor.data_ptr())
         return own
 

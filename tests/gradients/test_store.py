@@ -117,11 +117,17 @@ def test_a_gradient_that_malloc_maps_by_itself_stays_where_it_is(folder, monkeyp
     with Init(nvme=folder, host_memory="16MiB"):
         model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 1024, bias=False))
     engine = engine_in(model)
-    taken, take = [], engine.outgoing_share.buffers.take
-    monkeypatch.setattr(
-        engine.outgoing_share.buffers,
-        "take",
-        lambda numel, dtype: taken.append(numel * dtype.itemsize) or take(numel, dtype),
-    )
+    engine.kept.limit_nbytes = 0
+    share = engine.outgoing_share
+    buffers, taken = share.buffers, []
+    take = buffers.take
+    take(share.ledger.limit_nbytes, torch.uint8)  # and dropped: it stays, free
+    assert buffers.free_nbytes == share.ledger.limit_nbytes
+
+    def noted(numel, dtype):
+        taken.append((numel * dtype.itemsize, buffers.free_nbytes))
+        return take(numel, dtype)
+
+    monkeypatch.setattr(buffers, "take", noted)
     model(torch.ones(1, 512, dtype=torch.bfloat16)).float().sum().backward()
-    assert taken == [512 << 10], "the smaller one, which would leave a hole"
+    assert taken == [(512 << 10, 0)], "the smaller one, which would leave a hole; the other had the room"
