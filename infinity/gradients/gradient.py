@@ -9,14 +9,14 @@ host memory while the kept share has room, else in its unit's record. Where the 
 an accelerator, it stays there, as far as device_memory has room.
 
 [Note: who frees its memory]
-Nothing has to be freed by hand, whatever fails. Its memory is a buffer, or torch's own if it is small and on
-the CPU; it comes back when nothing refers to the tensor any more: neither the gradient nor a pass or an
-update that has taken the tensor (device/buffers.py). Its bytes of the kept share go back with the gradient
-itself (`__del__` here). Its bytes of the outgoing share are a lease: whoever takes the tensor takes the lease
-with it, and the lease ends by itself when nothing refers to it (lane/outgoing.py). So a read or a write of
-the record that fails frees nothing by itself: it stops the lane, which raises the error in the next call that
-waits for it (storage/failure.py). The pass that failed and those that wait in the lane's queue keep their
-tensors until the engine goes.
+Nothing has to be freed by hand, whatever fails. Its memory is a buffer, or on the CPU torch's own, if it is
+small, or malloc has mapped it by itself; it comes back when nothing refers to the tensor any more: neither
+the gradient nor a pass or an update that has taken the tensor (device/buffers.py). Its bytes of the kept
+share go back with the gradient itself (`__del__` here). Its bytes of the outgoing share are a lease: whoever
+takes the tensor takes the lease with it, and the lease ends by itself when nothing refers to it
+(lane/outgoing.py). So a read or a write of the record that fails frees nothing by itself: it stops the lane,
+which raises the error in the next call that waits for it (storage/failure.py). The pass that failed and those
+that wait in the lane's queue keep their tensors until the engine goes.
 
 [Note: nothing that p.grad holds may hold the parameter]
 Python's collector does not see the way from a parameter to its `grad`, which is torch's: a cycle through

@@ -33,7 +33,7 @@ from infinity.records.record import Record
 from infinity.records.updates import Update
 from infinity.records.weights import compute_dtype
 from infinity.sizes import format_size
-from infinity.storage.memory import Ledger
+from infinity.storage.memory import Ledger, is_mapped_apart
 from infinity.storage.store import DONE, Future, HostStore, Store
 from infinity.tensors import is_part, spread_as
 from infinity.units.residency import UnitResidency
@@ -209,9 +209,8 @@ class GradientStore:
         tensor = download.tensor
         if keep and download.done:  # and in the cache
             gradient.measure(tensor)
-        if keep or not unit.record.all_in_host or is_part(tensor):
-            tensor = self._own(tensor)
-        self._place(gradient, tensor, keep=keep)
+        stays = keep or not unit.record.all_in_host or is_part(tensor)
+        self._place(gradient, tensor, keep=keep, own=stays)
         return gradient
 
     def be_elsewhere(self, unit: Unit, index: int) -> Gradient:
@@ -241,13 +240,18 @@ class GradientStore:
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy, in a buffer, of a large gradient that torch has allocated on the CPU, since it stays
-        for a while (see buffers), and of one that is part of a larger storage, all of which would stay.
+        for a while (see buffers), and of one that is part of a larger storage, all of which would stay. One
+        that malloc has mapped by itself leaves no hole, and stays where it is.
         """
         if not self._device.is_host:
             return tensor
         if tensor.nbytes < _OWN_NBYTES:
             return tensor.clone() if is_part(tensor) else tensor
-        own = self._outgoing_share.buffers.take(tensor.numel(), tensor.dtype).view(tensor.shape)
+        buffers = self._outgoing_share.buffers
+        if is_mapped_apart(tensor.nbytes) and not is_part(tensor):
+            buffers.trim(buffers.spare_nbytes)  # its bytes of the share are not free any more
+            return tensor
+        own = buffers.take(tensor.numel(), tensor.dtype).view(tensor.shape)
         kernels.copy(tensor.nbytes, own.data_ptr(), tensor.data_ptr())
         return own
 
@@ -304,12 +308,15 @@ class GradientStore:
             gradient.measure(total)
             self._place(gradient, total, keep=True)
 
-    def _place(self, gradient: Gradient, tensor: torch.Tensor, *, keep: bool) -> None:
+    def _place(self, gradient: Gradient, tensor: torch.Tensor, *, keep: bool, own: bool = False) -> None:
+        """Keep a gradient, or let it wait on its way out. own: in a copy, which is made when it is paid for:
+        computing waits for that with one of it in memory, not two.
+        """
         if keep and not self.rests(gradient.unit) and gradient.charge(tensor.nbytes):
-            gradient.keep(tensor)
+            gradient.keep(self._own(tensor) if own else tensor)
             return
         gradient.charge(0)
-        self._send(gradient, tensor)
+        self._send(gradient, tensor, own=own)
 
     def rests(self, unit: Unit) -> bool:
         """Whether a unit's gradients go to its record even if host memory has room: they would wait there for
@@ -322,10 +329,11 @@ class GradientStore:
         seldom = 6 * self._residency.share_of_steps(unit) < 5
         return seldom and not isinstance(self._spill_store, HostStore) and not unit.record.all_in_host
 
-    def _send(self, gradient: Gradient, tensor: torch.Tensor) -> None:
+    def _send(self, gradient: Gradient, tensor: torch.Tensor, *, own: bool = False) -> None:
         """Let a gradient wait for the others of its unit; a spilled one is added to what is stored."""
         unit = gradient.unit
-        gradient.send(tensor, self._outgoing_share.lease(tensor.nbytes))
+        lease = self._outgoing_share.lease(tensor.nbytes)
+        gradient.send(self._own(tensor) if own else tensor, lease)
         self._outgoing[unit][gradient.index] = gradient
 
     def units_outgoing(self) -> list[Unit]:

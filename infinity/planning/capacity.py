@@ -92,6 +92,7 @@ def needs(demand: Demand, machine: Capacity) -> tuple[Need, ...]:
         (layers, in_use), *others = computing
         of_host.append((layers, ranks * in_use - (ranks - 1) * min(used_nbytes, in_use)))
         of_host += [(name, ranks * nbytes) for name, nbytes in others]
+        of_host.append(("weights that updates start from", ranks * demand.lent_nbytes))
         by_malloc = 0 if machine.lean_malloc else _held_by_malloc(demand)
         of_host.append(("held by malloc", ranks * by_malloc))
     found = [_need(HOST_MEMORY, of_host, machine.memory_nbytes)]

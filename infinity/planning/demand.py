@@ -114,7 +114,28 @@ class Demand:
         """When computing, with the budgets that lie in the same memory, takes most."""
         if self.setting.device_nbytes is not None:
             return max(self.moments, key=lambda one: one.nbytes)
-        return max(self.moments, key=lambda one: one.nbytes + self._held_nbytes(gradients=one.after_loss))
+        return max(
+            self.moments,
+            key=lambda one: one.nbytes + self._held_nbytes(gradients=one.after_loss) + self._lent_nbytes(one),
+        )
+
+    @property
+    def lent_nbytes(self) -> int:
+        """Bytes beside the budget of units that are in use no more, from whose values the backward's updates
+        start: see _lent_nbytes.
+        """
+        return self._lent_nbytes(self.moment)
+
+    def _lent_nbytes(self, moment: PeakMoment) -> int:
+        """As many as their gradients, which fill the outgoing share where updates take longer than computing;
+        the last of them stays until all of it is written.
+        """
+        setting = self.setting
+        on_host = setting.nvme and setting.device_nbytes is None and setting.data_ranks == 1
+        if not (on_host and moment.after_loss) or setting.update == "forward":
+            return 0
+        units = [one.waiting_nbytes for one in self.units if one.trainable]
+        return min(self.budget.outgoing_nbytes + max(units, default=0), sum(units))
 
     @property
     def read_nbytes(self) -> int:

@@ -95,11 +95,20 @@ def lean_malloc() -> bool:
     return word == "lean"
 
 
+def is_mapped_apart(nbytes: int) -> bool:
+    """Whether malloc maps a block of so many bytes by itself while a model is trained, or gives it a free
+    place as large (glibc; elsewhere that is not known, and False).
+    """
+    return _MALLOPT is not None and nbytes >= (_MAPPED_FROM_LEAN if lean_malloc() else _MAPPED_FROM_MOST)
+
+
+_MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)
+
+
 def _tell_malloc(mapped_from_nbytes: int, kept_nbytes: int) -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, mapped_from_nbytes)
-        mallopt(_M_TRIM_THRESHOLD, min(kept_nbytes, _INT_MOST))
+    if _MALLOPT is not None:
+        _MALLOPT(_M_MMAP_THRESHOLD, mapped_from_nbytes)
+        _MALLOPT(_M_TRIM_THRESHOLD, min(kept_nbytes, _INT_MOST))
 
 
 @dataclass(frozen=True, slots=True)

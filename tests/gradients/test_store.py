@@ -80,3 +80,54 @@ def test_a_sum_is_not_changed_under_the_update_that_is_made_of_it(folder, monkey
         loss.backward(retain_graph=True)  # to the same gradient, while the step is being applied
         found.append((model.state_dict(), optimizer.state_dict()["state"]))
     assert differences(*found) == []
+
+
+class Under:
+    """Work under way that ends a lease when it is waited for, and notes what gradients have taken by then."""
+
+    done = False
+
+    def __init__(self, share):
+        self.share, self.lease = share, share.lease_anyway(share.ledger.free_nbytes)
+        self.lent = []
+
+    def wait(self):
+        self.lent.append(self.share.buffers.lent_nbytes)
+        self.lease.end()
+        self.done = True
+
+
+@pytest.mark.parametrize("update", ["backward", "forward"])
+def test_a_gradient_is_copied_to_memory_of_its_own_when_there_is_room_for_it_and_not_before(update, folder):
+    with Init(nvme=folder, host_memory="8MiB"):
+        model = nn.Linear(512, 512, bias=False)
+    optimizer = AdamW(model.parameters(), lr=1e-2, update=update)
+    engine = engine_in(model)
+    engine.kept.limit_nbytes = 0
+    job = Under(engine.outgoing_share)
+    engine.outgoing_share.sent(job)
+    model(torch.ones(1, 512, dtype=torch.bfloat16)).float().sum().backward()
+    assert job.lent == [0], "it waited in the memory that torch had given it"
+    optimizer.step()
+    assert engine.outgoing_share.ledger.peak_nbytes <= engine.outgoing_share.ledger.limit_nbytes
+
+
+def test_a_gradient_that_malloc_maps_by_itself_stays_where_it_is(folder, monkeypatch):
+    monkeypatch.setattr(store, "is_mapped_apart", lambda nbytes: nbytes >= 1 << 20)
+    with Init(nvme=folder, host_memory="16MiB"):
+        model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 1024, bias=False))
+    engine = engine_in(model)
+    engine.kept.limit_nbytes = 0
+    share = engine.outgoing_share
+    buffers, taken = share.buffers, []
+    take = buffers.take
+    take(share.ledger.limit_nbytes, torch.uint8)  # and dropped: it stays, free
+    assert buffers.free_nbytes == share.ledger.limit_nbytes
+
+    def noted(numel, dtype):
+        taken.append((numel * dtype.itemsize, buffers.free_nbytes))
+        return take(numel, dtype)
+
+    monkeypatch.setattr(buffers, "take", noted)
+    model(torch.ones(1, 512, dtype=torch.bfloat16)).float().sum().backward()
+    assert taken == [(512 << 10, 0)], "the smaller one, which would leave a hole; the other had the room"

@@ -197,6 +197,19 @@ def test_a_model_that_is_smaller_than_its_budget_takes_what_it_needs():
     assert large.held_nbytes == slots + large.pinned_nbytes + large.gradients_nbytes, "all of it is pinned"
 
 
+def test_weights_that_updates_of_the_backward_start_from_come_on_top_of_the_budget():
+    def lent(**changes):
+        planned = asked(**changes)
+        return planned.demand, dict(need(planned, "memory of each machine").parts)[
+            "weights that updates start from"
+        ]
+
+    found, nbytes = lent(host_nbytes=4 * MIB, update="backward")
+    assert nbytes == found.budget.outgoing_nbytes + max(one.waiting_nbytes for one in found.units)
+    assert lent(host_nbytes=4 * MIB, update="forward")[1] == 0, "a fetch applies them to the unit in use"
+    assert lent(host_nbytes=GIB, update="backward")[1] == 0, "weights are updated where they lie"
+
+
 @pytest.mark.parametrize(
     "changes",
     [

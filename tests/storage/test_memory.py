@@ -83,6 +83,14 @@ def test_malloc_keeps_freed_blocks_unless_it_is_asked_to_be_lean(monkeypatch, wo
     assert calls == [told]
 
 
+@pytest.mark.parametrize(("word", "least"), [("", 32 << 20), ("lean", 128 << 10)])
+def test_blocks_that_malloc_maps_by_themselves_are_told(monkeypatch, word, least):
+    monkeypatch.setenv("INFINITY_MALLOC", word)
+    assert [memory.is_mapped_apart(nbytes) for nbytes in (least - 1, least)] == [False, True]
+    monkeypatch.setattr(memory, "_MALLOPT", None)
+    assert not memory.is_mapped_apart(least), "another libc"
+
+
 def test_an_unknown_word_for_malloc_is_refused(monkeypatch):
     monkeypatch.setenv("INFINITY_MALLOC", "leen")
     with pytest.raises(ConfigError, match='INFINITY_MALLOC=\'leen\': expected "keep" or "lean"'):
