@@ -179,7 +179,8 @@ class Init:
                 "Init inside another Init: build models one after the other, and "
                 "call initialize() after the `with`"
             )
-        self._engine = Engine(self.config, self._process_group, self._copies, self._pipeline_group)
+        groups = self._process_group, self._copies, self._pipeline_group
+        self._engine = Engine(self.config, *groups, frozen=self._frozen)
         construction = self._construction = Construction(self._engine, frozen=self._frozen)
         self._engine.build_with(construction.touch)
         self._hooks = [
