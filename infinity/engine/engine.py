@@ -110,9 +110,8 @@ class Engine:
         self.expert_ranks = self._divide_experts()
         """How ranks divide experts; None where each computes with all."""
         self._on_device = not self.device.is_host
-        host_nbytes = share_of(config.host_nbytes, self.ranks)
         self._divide = partial(divide, schema=self.schema, on_device=self._on_device, frozen=frozen)
-        self.budget: Budget = self._divide(host_nbytes)
+        self.budget: Budget = self._divide(share_of(config.host_nbytes, self.ranks))
         self.timeline, self.traffic = Timeline(), Traffic()
         self.units: list[Unit] = []
         self._cut: set[int] = set()

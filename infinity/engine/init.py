@@ -127,7 +127,8 @@ class Init:
     the machine's memory are of all.
     frozen: weights that are loaded into a model without values, as by from_pretrained, get
     requires_grad=False. What is built beside them, as PEFT's adapters are, trains as ever, and so does what
-    the checkpoint lacks, such as a new head.
+    the checkpoint lacks, such as a new head. On the CPU memory for updates under way is small, and keeps more
+    of the weights: for training all of them, load without it.
 
     Weights that from_pretrained takes from safetensors files, in the type that computes, stay in these files:
     nothing is copied, and each is read from there when it is used. They get records of their own when an

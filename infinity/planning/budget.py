@@ -104,8 +104,8 @@ def divide(
     A quarter at most is for slots; what is fetched ahead gets an eighth, or more where two of the largest
     units need more (up to a third); gradients on their way out an eighth. on_device: units become resident
     in the memory of an accelerator, so that what is fetched ahead needs none of the host's, and it is kept.
-    frozen: weights are read alone, where the CPU computes: a slot brings 8 B of them at most for 16 of its own
-    (FetchPass.tiles in lane/fetch.py), and there are no more slots than keep a disk busy.
+    frozen: where the CPU computes there are no more slots than keep a disk busy that reads weights alone, of
+    which a slot brings half of its own bytes (FetchPass.tiles in lane/fetch.py); what is left is kept.
 
     Raises: HostMemoryError with the smallest budget that works.
     """
