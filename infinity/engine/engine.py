@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -81,29 +81,29 @@ logger = logging.getLogger("infinity")
 Touch = Callable[[Sequence[nn.Parameter], str, Sequence[Any]], object]
 
 
+class Groups(NamedTuple):
+    """Process groups, as torch has them, or meshes; None for all ranks, or for none."""
+
+    process_group: Any
+    copies: Any
+    """Which ranks hold copies of activations, to be divided (CopyHolders)."""
+    pipeline_group: Any
+    """Those that have the other stages of a pipeline."""
+
+
 class Engine:
     """See the module's docstring."""
 
-    def __init__(
-        self,
-        config: Config,
-        process_group: Any = None,
-        copies: Any = None,
-        pipeline_group: Any = None,
-        *,
-        frozen: bool = False,
-    ) -> None:
+    def __init__(self, config: Config, groups: Groups, *, frozen: bool = False) -> None:
         """Check the configuration against the machine, meet the other ranks, open the stores and start the
         lanes.
 
-        copies: which ranks hold copies of activations, to be divided (CopyHolders); None for none.
-        pipeline_group: likewise, those that have the other stages of a pipeline.
         frozen: nothing but reads of weights is expected.
 
         Raises: ConfigError, HostMemoryError, RanksError, or an OSError naming the path.
         """
         self.config = config
-        self.ranks, self.stages = self._meet(process_group, pipeline_group)
+        self.ranks, self.stages = self._meet(groups)
         self.schema = config.schema
         self.device = read_directly(that_computes(open_device(self.ranks.device), self.weights.dtype), config)
         self.rank_features: RankFeatures = rank_features(config, self.ranks, self.device)
@@ -146,7 +146,7 @@ class Engine:
         self.gradients = self._open_gradients()
         self.boundaries = self._open_boundaries()
         """What offloads the inputs of checkpoints; None where they stay."""
-        self.parts = self._open_parts(copies)
+        self.parts = self._open_parts(groups.copies)
         """What divides them among ranks first; None where each rank keeps its own."""
         self.activations: ActivationBudget | None = None
         """What decides which blocks are recomputed; None where their models do."""
@@ -159,11 +159,12 @@ class Engine:
         store = self.durable or self.nvme_store
         self.ending = Ending(self.lane, self.ranks, self.partition, self.parts, self.device, store)
 
-    def _meet(self, process_group: Any, pipeline_group: Any) -> tuple[Ranks, Stages]:
+    def _meet(self, groups: Groups) -> tuple[Ranks, Stages]:
         """Connect the ranks that share the parameters, and those with the other stages of a pipeline."""
         durable, place = bool(self.config.durable_steps), choose_device(self.config)
-        groups = process_group, pipeline_group
-        return open_with_stages(*groups, place, self.config.timeout_s, durable=durable)
+        return open_with_stages(
+            groups.process_group, groups.pipeline_group, place, self.config.timeout_s, durable=durable
+        )
 
     def _divide_experts(self) -> ExpertRanks | None:
         """Connect the ranks that divide experts, if any do."""

@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
 from infinity.activations.partitioned import CopyHolders
 from infinity.config.settings import Config, check_fields
 from infinity.engine.construction import Construction
-from infinity.engine.engine import Engine
+from infinity.engine.engine import Engine, Groups
 from infinity.engine.hybrid import hybrid
 from infinity.engine.pretrained import loading_in_order
 from infinity.engine.quantized import leaving_packed
@@ -180,8 +180,8 @@ class Init:
                 "Init inside another Init: build models one after the other, and "
                 "call initialize() after the `with`"
             )
-        groups = self._process_group, self._copies, self._pipeline_group
-        self._engine = Engine(self.config, *groups, frozen=self._frozen)
+        groups = Groups(self._process_group, self._copies, self._pipeline_group)
+        self._engine = Engine(self.config, groups, frozen=self._frozen)
         construction = self._construction = Construction(self._engine, frozen=self._frozen)
         self._engine.build_with(construction.touch)
         self._hooks = [
