@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from infinity.autograd.module_calls import Entering, Leaving
 from infinity.autograd.rounds import Rounds
 from infinity.config.settings import Config
 from infinity.device.computing import that_computes
-from infinity.device.device import choose_cores, choose_device, open_device
+from infinity.device.device import choose_device, open_device
 from infinity.device.direct import read_directly
 from infinity.device.room import note_download
 from infinity.durable.committer import TrainingStateSource
@@ -35,6 +35,7 @@ from infinity.engine.device_needs import device_needs
 from infinity.engine.ending import Ending
 from infinity.engine.expert_ranks import DividedExperts, ExpertRanks
 from infinity.engine.foresight import NONE, Foresight, foresight_of
+from infinity.engine.lanes import open_lane
 from infinity.engine.parameters import Parameters
 from infinity.engine.partition import Partition, open_partition
 from infinity.engine.rank_features import RankFeatures, rank_features
@@ -45,7 +46,6 @@ from infinity.errors import UnsupportedError
 from infinity.gradients.early import EarlyUpdates
 from infinity.gradients.speculation import Speculation, why_never
 from infinity.gradients.store import GradientStore
-from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import OutgoingShare
 from infinity.planning.budget import Budget, divide, divide_device, least_total
 from infinity.planning.layout import Holders, RecordSchema, lay_out, schema_beside
@@ -55,7 +55,7 @@ from infinity.ranks.uses import compare_uses
 from infinity.records.record import Record, Traffic
 from infinity.records.weights import WEIGHTS, Weights
 from infinity.storage.checkpoint_store import CheckpointStore
-from infinity.storage.memory import Ledger, Pool, map_large_blocks, reuse_large_blocks
+from infinity.storage.memory import Ledger, map_large_blocks, reuse_large_blocks
 from infinity.storage.packed import FileRange, Packed
 from infinity.storage.paths import of_rank
 from infinity.storage.store import HostStore, Store
@@ -81,30 +81,37 @@ logger = logging.getLogger("infinity")
 Touch = Callable[[Sequence[nn.Parameter], str, Sequence[Any]], object]
 
 
+class Groups(NamedTuple):
+    """Process groups, as torch has them, or meshes; None for all ranks, or for none."""
+
+    process_group: Any
+    copies: Any
+    """Which ranks hold copies of activations, to be divided (CopyHolders)."""
+    pipeline_group: Any
+    """Those that have the other stages of a pipeline."""
+
+
 class Engine:
     """See the module's docstring."""
 
-    def __init__(
-        self, config: Config, process_group: Any = None, copies: Any = None, pipeline_group: Any = None
-    ) -> None:
+    def __init__(self, config: Config, groups: Groups, *, frozen: bool = False) -> None:
         """Check the configuration against the machine, meet the other ranks, open the stores and start the
         lanes.
 
-        copies: which ranks hold copies of activations, to be divided (CopyHolders); None for none.
-        pipeline_group: likewise, those that have the other stages of a pipeline.
+        frozen: nothing but reads of weights is expected.
 
         Raises: ConfigError, HostMemoryError, RanksError, or an OSError naming the path.
         """
         self.config = config
-        self.ranks, self.stages = self._meet(process_group, pipeline_group)
+        self.ranks, self.stages = self._meet(groups)
         self.schema = config.schema
         self.device = read_directly(that_computes(open_device(self.ranks.device), self.weights.dtype), config)
         self.rank_features: RankFeatures = rank_features(config, self.ranks, self.device)
         self.expert_ranks = self._divide_experts()
         """How ranks divide experts; None where each computes with all."""
         self._on_device = not self.device.is_host
-        host_nbytes = share_of(config.host_nbytes, self.ranks)
-        self.budget: Budget = divide(host_nbytes, schema=self.schema, on_device=self._on_device)
+        self._divide = partial(divide, schema=self.schema, on_device=self._on_device, frozen=frozen)
+        self.budget: Budget = self._divide(share_of(config.host_nbytes, self.ranks))
         self.timeline, self.traffic = Timeline(), Traffic()
         self.units: list[Unit] = []
         self._cut: set[int] = set()
@@ -125,7 +132,7 @@ class Engine:
             config, *mine, self.stages.everyone, self.budget.tile_numel
         )
         self.store: Store = self.durable.store if self.durable else self.nvme_store or self.host_store
-        self.lane = self._open_lane()
+        self.lane = open_lane(self.budget, self.device, self.nvme_store, self.host_store, self.timeline)
         self.outgoing_share = OutgoingShare(self.device, self.timeline)
         self.partition = self._open_partition()
         """What several ranks do together; None where there is one."""
@@ -139,7 +146,7 @@ class Engine:
         self.gradients = self._open_gradients()
         self.boundaries = self._open_boundaries()
         """What offloads the inputs of checkpoints; None where they stay."""
-        self.parts = self._open_parts(copies)
+        self.parts = self._open_parts(groups.copies)
         """What divides them among ranks first; None where each rank keeps its own."""
         self.activations: ActivationBudget | None = None
         """What decides which blocks are recomputed; None where their models do."""
@@ -152,11 +159,12 @@ class Engine:
         store = self.durable or self.nvme_store
         self.ending = Ending(self.lane, self.ranks, self.partition, self.parts, self.device, store)
 
-    def _meet(self, process_group: Any, pipeline_group: Any) -> tuple[Ranks, Stages]:
+    def _meet(self, groups: Groups) -> tuple[Ranks, Stages]:
         """Connect the ranks that share the parameters, and those with the other stages of a pipeline."""
         durable, place = bool(self.config.durable_steps), choose_device(self.config)
-        groups = process_group, pipeline_group
-        return open_with_stages(*groups, place, self.config.timeout_s, durable=durable)
+        return open_with_stages(
+            groups.process_group, groups.pipeline_group, place, self.config.timeout_s, durable=durable
+        )
 
     def _divide_experts(self) -> ExpertRanks | None:
         """Connect the ranks that divide experts, if any do."""
@@ -165,15 +173,6 @@ class Engine:
         expert_ranks = ExpertRanks(self.ranks, self.config.expert_parallel)
         self.ranks.closing.append(expert_ranks.close)
         return expert_ranks
-
-    def _open_lane(self) -> StreamLane:
-        pool = Pool(self.budget.slot_nbytes, self.budget.slots)
-        self.device.pin(pool.address, pool.nbytes)
-        if self.nvme_store is not None:
-            self.nvme_store.keep(pool, self.host_store)
-        cpus = choose_cores(self.device)
-        on_host = self.device.is_host
-        return StreamLane(pool, inline=on_host, apart=not on_host, timeline=self.timeline, cpus=cpus)
 
     def _open_partition(self) -> Partition | None:
         parts = self.ranks, self.lane, self.device, self.timeline, self.units, self.expert_ranks
@@ -311,7 +310,7 @@ class Engine:
         if self.partition is not None:
             self.partition.open(self.residency.blocks, self.config.timeout_s)
         largest = max((unit.resident_nbytes for unit in self.units), default=0)
-        self.budget = divide(self.budget.total_nbytes, largest, self.schema, on_device=self._on_device)
+        self.budget = self._divide(self.budget.total_nbytes, largest)
         self.kept.resize(self.budget.kept_nbytes)
         if self.partition is not None:
             self._keep_second_parts(self.partition)

@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
 from infinity.activations.partitioned import CopyHolders
 from infinity.config.settings import Config, check_fields
 from infinity.engine.construction import Construction
-from infinity.engine.engine import Engine
+from infinity.engine.engine import Engine, Groups
 from infinity.engine.hybrid import hybrid
 from infinity.engine.pretrained import loading_in_order
 from infinity.engine.quantized import leaving_packed
@@ -127,7 +127,8 @@ class Init:
     the machine's memory are of all.
     frozen: weights that are loaded into a model without values, as by from_pretrained, get
     requires_grad=False. What is built beside them, as PEFT's adapters are, trains as ever, and so does what
-    the checkpoint lacks, such as a new head.
+    the checkpoint lacks, such as a new head. On the CPU memory for updates under way is small, and keeps more
+    of the weights: for training all of them, load without it.
 
     Weights that from_pretrained takes from safetensors files, in the type that computes, stay in these files:
     nothing is copied, and each is read from there when it is used. They get records of their own when an
@@ -179,7 +180,8 @@ class Init:
                 "Init inside another Init: build models one after the other, and "
                 "call initialize() after the `with`"
             )
-        self._engine = Engine(self.config, self._process_group, self._copies, self._pipeline_group)
+        groups = Groups(self._process_group, self._copies, self._pipeline_group)
+        self._engine = Engine(self.config, groups, frozen=self._frozen)
         construction = self._construction = Construction(self._engine, frozen=self._frozen)
         self._engine.build_with(construction.touch)
         self._hooks = [

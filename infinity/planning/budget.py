@@ -26,6 +26,8 @@ _SLOT_NUMEL_MOST = 1 << 19
 _SLOT_COUNT, _SLOT_COUNT_GOOD = 12, 8
 """So many keep a disk busy; of larger tiles, each of which takes time of its own, fewer do."""
 _SLOT_COUNT_LEAST = 4
+_READ_NBYTES = 8 << 20
+"""So much, on its way at once, keeps a disk busy that is only read."""
 
 _SCRATCH_SHARE = 32
 """One part in so many of device_memory, between these bounds: see scratch_nbytes."""
@@ -89,7 +91,12 @@ def least_budget(schema: RecordSchema = FP32) -> int:
 
 
 def divide(
-    total_nbytes: int, largest_unit_nbytes: int = 0, schema: RecordSchema = FP32, *, on_device: bool = False
+    total_nbytes: int,
+    largest_unit_nbytes: int = 0,
+    schema: RecordSchema = FP32,
+    *,
+    on_device: bool = False,
+    frozen: bool = False,
 ) -> Budget:
     """Divide a host_memory of `total_nbytes` for a model whose largest resident unit takes
     `largest_unit_nbytes`, in tiles that suit its records.
@@ -97,6 +104,8 @@ def divide(
     A quarter at most is for slots; what is fetched ahead gets an eighth, or more where two of the largest
     units need more (up to a third); gradients on their way out an eighth. on_device: units become resident
     in the memory of an accelerator, so that what is fetched ahead needs none of the host's, and it is kept.
+    frozen: where the CPU computes there are no more slots than keep a disk busy that reads weights alone, of
+    which a slot brings half of its own bytes (FetchPass.tiles in lane/fetch.py); what is left is kept.
 
     Raises: HostMemoryError with the smallest budget that works.
     """
@@ -111,6 +120,8 @@ def divide(
     while tile_numel > schema.align_numel and tile_numel * slot_nbytes * _SLOT_COUNT_GOOD > total_nbytes // 4:
         tile_numel //= 2
     slots = max(_SLOT_COUNT_LEAST, min(_SLOT_COUNT, total_nbytes // 4 // (tile_numel * slot_nbytes)))
+    if frozen and not on_device:
+        slots = max(_SLOT_COUNT_LEAST, min(slots, -(-2 * _READ_NBYTES // (tile_numel * slot_nbytes))))
     rest = total_nbytes - slots * tile_numel * slot_nbytes
     ahead = min(rest // 2, max(total_nbytes // 8, min(2 * largest_unit_nbytes, total_nbytes // 3)))
     ahead = 0 if on_device else ahead

@@ -35,6 +35,17 @@ def test_tiles_are_the_largest_of_which_the_slots_keep_a_disk_busy(total):
     assert budget.tile_numel == 1 << 19 or 16 * budget.slot_nbytes > total // 4
 
 
+@given(st.integers(least_budget(), 1 << 42), st.integers(0, 1 << 34))
+def test_a_frozen_model_keeps_what_slots_for_updates_would_take(total, largest):
+    frozen, budget = divide(total, largest, frozen=True), divide(total, largest)
+    assert frozen.tile_numel == budget.tile_numel
+    assert 4 <= frozen.slots <= budget.slots
+    under_way = frozen.slots * frozen.slot_nbytes // 2  # as in FetchPass.tiles
+    assert frozen.slots == budget.slots or under_way >= 8 << 20
+    assert frozen.kept_nbytes >= budget.kept_nbytes
+    assert divide(total, largest, frozen=True, on_device=True) == divide(total, largest, on_device=True)
+
+
 def test_a_budget_that_cannot_work_is_refused_with_the_least_that_does():
     with pytest.raises(HostMemoryError, match=r"100\.0 KiB.*128\.0 KiB"):
         divide(100 << 10)
