@@ -48,13 +48,14 @@ class WithGradients:
     ) -> list[tuple[dict[str, Any], nn.Parameter]]:
         """Return the parameters that have a gradient, with their groups, in order. watches: of all slices."""
         self.sort(groups, watches)
-        return self.as_sorted(groups, watches)
+        return list(zip(*self.as_sorted(groups, watches), strict=True))
 
     def as_sorted(
         self, groups: Sequence[dict[str, Any]], watches: Sequence[SliceWatch], *, asks: bool = True
-    ) -> list[tuple[dict[str, Any], nn.Parameter]]:
-        """Do so right after `sort`, which compares all parameters with those that it knows. asks: each slice;
-        else some have no gradient, where the user has dropped it, and who is given them asks.
+    ) -> tuple[list[dict[str, Any]], list[nn.Parameter]]:
+        """Return the groups, and the parameters, right after `sort`, which compares all parameters with those
+        that it knows. asks: each slice; else some have no gradient, where the user has dropped it, and who is
+        given them asks. No pairs: of thousands Python's garbage collection takes most of the time.
         """
         having: list[nn.Parameter] = []
         places: list[int] = []
@@ -79,7 +80,7 @@ class WithGradients:
         if (in_order[1:] < in_order[:-1]).any():
             order = np.argsort(in_order).tolist()
             having, of_group = [having[at] for at in order], [of_group[at] for at in order]
-        return list(zip(map(groups.__getitem__, of_group), having, strict=True))
+        return [groups[number] for number in of_group], having
 
     def that_may_have(
         self, groups: Sequence[dict[str, Any]], watches: Sequence[SliceWatch]
