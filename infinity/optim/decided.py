@@ -10,7 +10,7 @@ is not looked at here; see [Note: steps of a stack] in missed.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from operator import attrgetter
 
 from infinity.optim.missed import most_misses
@@ -23,35 +23,24 @@ class DecidedUpdates:
 
     def __init__(self) -> None:
         """There are none."""
-        self._waiting: set[Unit] = set()
-        """Those whose updates include no steps of zero gradients, of which there may be thousands."""
-        self._missing: dict[Unit, float] = {}
-        """The others, with the most such steps that any of their updates includes: see `_misses`."""
+        self._units: dict[Unit, float] = {}
+        """Each with the most steps of zero gradients that any of its updates includes: see `_misses`."""
 
     def __contains__(self, unit: object) -> bool:
         """Whether updates that were decided may be pending for a unit."""
-        return unit in self._waiting or unit in self._missing
+        return unit in self._units
 
     def add(self, unit: Unit, update: Update) -> None:
         """Note an update that was decided, and put with its unit."""
-        if update.field is not None and not (update.missed or update.after) and update.may_miss:
-            if unit not in self._missing:
-                self._waiting.add(unit)  # as nearly all slices
-        else:
-            self._note(unit, max(_misses(update), self._missing.get(unit, 0.0)))
+        waits = update.field is not None and not (update.missed or update.after)  # of slices, thousands
+        misses = 0.0 if waits and update.may_miss else _misses(update)
+        if misses > self._units.get(unit, -1.0):
+            self._units[unit] = misses
 
-    def _note(self, unit: Unit, misses: float) -> None:
-        if misses:
-            self._missing[unit] = misses
-            self._waiting.discard(unit)
-        else:
-            self._waiting.add(unit)
-
-    def leave(self, units: Collection[Unit]) -> None:
+    def leave(self, units: Iterable[Unit]) -> None:
         """Forget units: what is pending for them is known elsewhere."""
-        self._waiting.difference_update(units)
-        for unit in units if self._missing else ():
-            self._missing.pop(unit, None)
+        for unit in units:
+            self._units.pop(unit, None)
 
     def that_cannot_wait(
         self, busy: Iterable[Unit], begin: Iterable[Unit], overdue: Iterable[Unit]
@@ -61,12 +50,11 @@ class DecidedUpdates:
         updates. begin: units of slices that begin to miss steps. overdue: units of slices that may
         miss no further step.
         """
-        waiting, missing, anew = self._waiting, self._missing, set(busy)
-        looked_at = {*overdue, *missing, *(unit for unit in begin if unit not in waiting)} - anew
-        decided = {unit: missing.get(unit, 0.0) for unit in looked_at if unit in self}
-        waiting -= anew
-        waiting -= looked_at
-        self._missing = {}
+        decided, anew = self._units, set(busy)
+        looked_at = {*overdue, *(set(begin) - decided.keys())}
+        looked_at |= {unit for unit, misses in decided.items() if misses}
+        looked_at -= anew
+        self._units = {unit: 0.0 for unit in decided if unit not in looked_at and unit not in anew}
         known: dict[int, tuple[Update, float]] = {}  # many slices share an update, which is kept alive
         found = [unit for unit in anew if unit.pending]
         for unit in looked_at:
@@ -75,7 +63,7 @@ class DecidedUpdates:
             if _most(unit.pending.values(), known) >= most_misses(unit):
                 found.append(unit)
             elif unit in decided:
-                self._note(unit, decided[unit])
+                self._units[unit] = decided[unit]
         return sorted(found, key=attrgetter("index"))
 
 

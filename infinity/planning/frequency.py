@@ -35,9 +35,8 @@ of the uses are hits, where they were 38 %.
 from __future__ import annotations
 
 import math
-from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +68,7 @@ Counted = tuple[NDArray[np.int64], NDArray[np.float64]]
 """Units, each once, and how often each was counted."""
 
 
-def _counted(units: array[int]) -> Counted:
+def _counted(units: Sequence[int]) -> Counted:
     """Return how often each of these is there, as all averages take it."""
     found, counts = np.unique(np.array(units, np.int64), return_counts=True)
     return found, counts.astype(np.float64)
@@ -86,7 +85,9 @@ class Frequencies:
         self._touched = _Followed(units, half_life_steps)  # whether a step has any use
         self._settled_at = 0
         # Of this step, one unit for each time: of many slices a step uses few.
-        self._used, self._fetched, self._updated = array("q"), array("q"), array("q")
+        self._used: list[int] = []
+        self._fetched: list[int] = []
+        self._updated: list[int] = []
         self._steps_used = np.zeros(units, np.int64)
 
     @property
@@ -111,7 +112,7 @@ class Frequencies:
 
     def were_updated(self, units: Iterable[int]) -> None:
         """Count those of many units."""
-        self._updated.extend(units)
+        self._updated += units
 
     def close_step(self) -> None:
         """Fold what this step counted into what is expected."""
@@ -122,7 +123,7 @@ class Frequencies:
         self._fetches.close_step(_counted(self._fetched))
         self._updates.close_step(_counted(self._updated))
         for counts in (self._used, self._fetched, self._updated):
-            del counts[:]
+            counts.clear()
         changed = self._touched.changed()
         if changed is not None:
             for one in (self._uses, self._fetches, self._updates, self._touched):
