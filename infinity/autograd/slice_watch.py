@@ -36,6 +36,10 @@ class SliceWatch:
         """By id()."""
         self._may_have = array("q")
         """Numbers, some more than once."""
+        self._found: Integers = np.zeros(0, np.int64)
+        """Those that were there when `may_have` last looked, each once, in order: a step asks thrice. There
+        are others where there are more numbers.
+        """
         self.gradient_came = self._may_have.append
         """Called with the number of a slice whose gradient autograd has brought: too often for a function."""
         self.attached: set[Unit] = set()
@@ -104,26 +108,32 @@ class SliceWatch:
                 for unit in self.attached:
                     self.look(unit)
             self.attached.intersection_update([unit for unit in self.attached if unit.attached])
-        numbers = np.unique(np.array(self._may_have, np.int64))
-        if len(numbers) < len(self._may_have):
+        if len(self._may_have) != len(self._found):
+            numbers = np.sort(np.array(self._may_have, np.int64))
+            if (numbers[1:] == numbers[:-1]).any():
+                numbers = np.unique(numbers)
+            self._keep(numbers)
+        return self._found
+
+    def _keep(self, numbers: Integers) -> None:
+        """These, in order, are all that may have a gradient."""
+        self._found = numbers  # first: after an interrupt here, it is looked again
+        if len(numbers) != len(self._may_have):
             self._may_have[:] = array("q", numbers.tobytes())
-        return numbers
 
     def with_gradients(self) -> Integers:
         """Return the numbers of those that have one, in order."""
         asked, slices = self.may_have(), self._slices
         with torch._C.DisableTorchFunctionSubclass():  # as above
             having = [number for number in asked.tolist() if slices[number].grad is not None]
-        self._may_have[:] = array("q", having)
-        return np.array(having, np.int64)
+        if len(having) < len(asked):
+            self._keep(np.array(having, np.int64))
+        return self._found
 
     def dropped(self, numbers: Integers) -> None:
         """The gradients of these slices, of those that may have one, were dropped."""
         left = self.may_have()
-        if len(left) > len(numbers):
-            self._may_have[:] = array("q", np.setdiff1d(left, numbers).tobytes())
-        else:
-            del self._may_have[:]
+        self._keep(np.setdiff1d(left, numbers) if len(left) > len(numbers) else left[:0])
 
     def note_once(self) -> None:
         """Keep each number once: backwards may have brought many gradients of a slice without a step."""

@@ -250,10 +250,10 @@ class OffloadedOptimizer(NotingMissed, TakingTurns, Tracking, Optimizer):  # typ
 
     def _step_now(self) -> None:
         """Decide the updates of all parameters that have a gradient now."""
-        may_have = self._having_gradients(asks=False)
+        groups, may_have = self._having_gradients(asks=False)
         found = [
             (group, one, gradient)
-            for group, one in may_have
+            for group, one in zip(groups, may_have, strict=True)
             if (gradient := self.mine[id(one)].engine.arrivals.gradient_of(one)) is not None
         ]
         if len(found) < len(may_have):
@@ -302,9 +302,9 @@ class OffloadedOptimizer(NotingMissed, TakingTurns, Tracking, Optimizer):  # typ
         if set_to_none:
             self._with_gradients.dropped(self._slices)
 
-    def _having_gradients(self, *, asks: bool = True) -> list[tuple[dict[str, Any], nn.Parameter]]:
-        """Return the parameters that have a gradient, with their groups: of many slices they are few. asks:
-        see WithGradients.
+    def _having_gradients(self, *, asks: bool = True) -> tuple[list[dict[str, Any]], list[nn.Parameter]]:
+        """Return the groups of the parameters that have a gradient, and these: of many slices they are few.
+        asks: see WithGradients.
         """
         self.regroup()
         return self._with_gradients.as_sorted(self.param_groups, self._slices, asks=asks)
@@ -465,7 +465,7 @@ class OffloadedOptimizer(NotingMissed, TakingTurns, Tracking, Optimizer):  # typ
 
     def units_with_gradients(self, arrivals: Arrivals) -> list[Unit]:
         """Return the units of one engine, in order, of whose parameters any has a gradient."""
-        places = [(one, self.mine[id(one)].engine) for _, one in self._having_gradients()]
+        places = [(one, self.mine[id(one)].engine) for one in self._having_gradients()[1]]
         units = {engine.parameters.unit_of(one)[0] for one, engine in places if engine.arrivals is arrivals}
         return sorted(units, key=attrgetter("index"))
 

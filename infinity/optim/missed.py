@@ -16,6 +16,7 @@ base. Steps that nobody still has to be told of are dropped.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
@@ -119,7 +120,7 @@ class Stack:
         self._units = [one.unit for one in slices]
         self._at = [one.at for one in slices]
         self._group_of = [one.group for one in slices]
-        self._limits = np.array([most_misses(one.unit) if one.may_wait else 1 for one in slices], np.int64)
+        self._limits = array("q", [most_misses(one.unit) if one.may_wait else 1 for one in slices])
         self._alone = all(len(one.unit.parameters) == 1 for one in slices)
         """Whether no slice shares its unit with other parameters, which may miss steps, too."""
         self._all_here = not any(one.unit.record.is_elsewhere for one in slices)
@@ -138,13 +139,18 @@ class Stack:
         """The same: one number is read in a third of the time."""
         self._due_at = np.full(len(slices), _NEVER, np.int64)
         """The steps at which it is told at the latest; once it was told, of the last time."""
+        self._due_of = self._due_at.data
+        self._found_due: tuple[int, Integers] = -1, np.zeros(0, np.int64)
+        """How many steps there were when `_due_now` looked, and what it found."""
         self._any_told = False
         """Whether any slice was told since `level` was called."""
-        self._same: dict[tuple[int, int, int], tuple[_Missed, Update]] = {}
-        """See `_told_alike`."""
+        self._count_of: list[dict[str, int] | None] = [None] * len(slices)
+        """Of those that were told the counts: to look for a parameter among all takes longer."""
+        self._same: dict[tuple[int, int, int], _Missed] = {}
+        """See `_steps_alike`."""
         self._runs: dict[tuple[int, int], tuple[int, list[tuple[Any, int]]]] = {}
         """See `_run_of`."""
-        self._shared: dict[tuple[int, int, int, int], tuple[Update, Update]] = {}
+        self._shared: dict[tuple[int, int, int, int], tuple[Update | None, Update]] = {}
         """Updates of slices with the same past, by id() of what was pending, which is kept alive."""
 
     def tell_frozen(self) -> None:
@@ -180,13 +186,22 @@ class Stack:
 
     def for_the_first_time(self, numbers: Integers) -> Iterable[Slice]:
         """Return those of these slices that have never begun to miss steps."""
-        return self.slices(numbers[self._due_at[numbers] < 0])
+        due_at = self._due_of
+        return [self._slices[number] for number in numbers.tolist() if due_at[number] < 0]
 
     def due(self) -> list[Unit]:
         """Return the units of slices that have missed as many steps as they may; also where they were told of
         the last one since: which slices those are must not depend on who looked, as ranks flush together.
         """
-        return [self._units[number] for number in (self._due_at == self._now).nonzero()[0].tolist()]
+        return [self._units[number] for number in self._due_now().tolist()]
+
+    def _due_now(self) -> Integers:
+        """Return their numbers; a step asks twice."""
+        before, found = self._found_due
+        if before != self._now:
+            found = (self._due_at == self._now).nonzero()[0]
+            self._found_due = self._now, found
+        return found[self._due_at[found] == self._now] if len(found) else found
 
     def keep_options(
         self, step: MissedStep, options_of: Callable[[nn.Parameter], tuple[Recipe, Mapping[str, Any]]]
@@ -212,15 +227,13 @@ class Stack:
 
     def begin(self, numbers: Integers) -> None:
         """Have level slices miss all steps from the next one noted on."""
-        units, at, late = self._units, self._at, []
+        units, at, limits, due_at, now = self._units, self._at, self._limits, self._due_of, self._now
         for number in numbers.tolist():
-            before = units[number].owe(at[number], self, number)
+            before, limit = units[number].owe(at[number], self, number), limits[number]
             if before is not None and (before.field is None or before.missed or before.after):
-                late.append((number, before.misses))
-        self._due_at[numbers] = self._limits[numbers] + self._now
-        for number, waits in late:
-            limit = int(self._limits[number])
-            self._due_at[number] = self._now + (limit - int(waits) if waits < limit else 1)
+                waits = before.misses
+                limit = limit - int(waits) if waits < limit else 1
+            due_at[number] = now + limit
         self._since[numbers] = self._now  # last: after a Ctrl-C before, they are level, and owe nothing
 
     def that_owe_all(self, numbers: Integers) -> list[Unit]:
@@ -232,7 +245,7 @@ class Stack:
         """Note a step for all slices that are not level."""
         self._same.clear()
         self._shared.clear()
-        late = (self._due_at == self._now).nonzero()[0]
+        late = self._due_now()
         if len(late):  # an error, or a Ctrl-C, has kept some from being told
             self._due_at[late[self._since[late] >= 0]] = self._now + 1
         self._steps.append(step)
@@ -250,19 +263,18 @@ class Stack:
 
     def tell(self, pending: PendingUpdates, index: int, number: int) -> None:
         """Add to what is pending for a slice's unit what it has missed: it is level then."""
-        since = self._since_of[number]
+        since, now = self._since_of[number], self._now
         if since < 0:
             return
-        if steps := self._now - since:
-            parameter = self._parameters[number]
-            count = self._counts.get(parameter)
+        if since < now:
+            count = self._count_of[number]
             if count is None:
-                count = self._counts[parameter] = {}
+                count = self._count_of[number] = self._counts.setdefault(self._parameters[number], {})
             begun = count.get("step", 0)
             missed = None
             if self._all_here or not self._units[number].record.is_elsewhere:  # else its ranks update it
                 missed = self._missed(number, pending.get(index), since, begun)
-            count["step"] = begun + steps  # no call from here on: a Ctrl-C finds all of it, or nothing
+            count["step"] = begun + now - since  # no call from here on: a Ctrl-C finds all of it, or nothing
             if missed is not None:
                 pending[index] = missed
         self._since_of[number] = _LEVEL
@@ -270,31 +282,31 @@ class Stack:
 
     def _missed(self, number: int, before: Update | None, since: int, begun: int) -> Update:
         """Return what is pending for a slice with all that it missed since, before which it had `begun`."""
-        past = since, self._group_of[number], begun
+        group = self._group_of[number]
         if not (self._all_exact or self._units[number].record.schema.is_exact):
-            steps = self._steps_of(number, since, begun)
-            if before is None:
-                return Update.of_zeros(steps, self._steps[since - self._dropped].recipe(past[1]))
-            return before.then_missed(steps)
-        steps, of_zeros = self._same.get(past) or self._told_alike(past)
-        if before is None:
-            return of_zeros
-        if before.tensor is not None or before.field is not None:
-            return before.then_missed(steps)
+            return self._after(before, self._steps_of(number, since, begun), since, group)
+        past = since, group, begun
+        steps = self._same.get(past) or self._steps_alike(past)
+        if before is not None and (before.field is not None or before.tensor is not None):
+            return before.then_missed(steps)  # its gradient is its own
         shared = self._shared.get((id(before), *past))
         if shared is None:
-            shared = self._shared[(id(before), *past)] = before, before.then_missed(steps)
+            update = self._after(before, steps, since, group)
+            shared = self._shared[(id(before), *past)] = before, update
         return shared[1]
 
-    def _told_alike(self, past: tuple[int, int, int]) -> tuple[_Missed, Update]:
+    def _after(self, before: Update | None, steps: _Missed, since: int, group: int) -> Update:
+        if before is None:
+            return Update.of_zeros(steps, self._steps[since - self._dropped].recipe(group))
+        return before.then_missed(steps)
+
+    def _steps_alike(self, past: tuple[int, int, int]) -> _Missed:
         """Return the steps that slices missed since, of a group, before which they had begun as many: the
-        same for all whose state is not rounded; and an update of nothing else.
+        same for all whose state is not rounded.
         """
         since, group, begun = past
-        steps = tuple(self._run_of(since, group, begun - since))
-        of_zeros = Update.of_zeros(steps, self._steps[since - self._dropped].recipe(group))
-        self._same[past] = steps, of_zeros
-        return steps, of_zeros
+        steps = self._same[past] = tuple(self._run_of(since, group, begun - since))
+        return steps
 
     def _run_of(self, since: int, group: int, ahead: int) -> list[tuple[Any, int]]:
         """Return the scalars and keys of the steps since then, of slices of a group whose own steps are so

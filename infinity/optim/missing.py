@@ -64,8 +64,6 @@ class NotingMissed(ShowingState):
         for one in begin if in_files else self._missed.for_the_first_time():
             if id(one.parameter) not in self._begun or one.unit.record.in_files is not None:
                 self.make_room(self.mine[id(one.parameter)].engine, one.parameter)
-        for one in begin:
-            one.unit.values_changed()
         self._decided.leave(self._missed.note(MissedStep(clip, self.seed), self._options_of))
 
     def _options_of(self, parameter: nn.Parameter) -> tuple[Recipe, dict[str, Any]]:

@@ -48,13 +48,14 @@ class WithGradients:
     ) -> list[tuple[dict[str, Any], nn.Parameter]]:
         """Return the parameters that have a gradient, with their groups, in order. watches: of all slices."""
         self.sort(groups, watches)
-        return self.as_sorted(groups, watches)
+        return list(zip(*self.as_sorted(groups, watches), strict=True))
 
     def as_sorted(
         self, groups: Sequence[dict[str, Any]], watches: Sequence[SliceWatch], *, asks: bool = True
-    ) -> list[tuple[dict[str, Any], nn.Parameter]]:
-        """Do so right after `sort`, which compares all parameters with those that it knows. asks: each slice;
-        else some have no gradient, where the user has dropped it, and who is given them asks.
+    ) -> tuple[list[dict[str, Any]], list[nn.Parameter]]:
+        """Return the groups, and the parameters, right after `sort`, which compares all parameters with those
+        that it knows. asks: each slice; else some have no gradient, where the user has dropped it, and who is
+        given them asks. No pairs: of thousands Python's garbage collection takes most of the time.
         """
         having: list[nn.Parameter] = []
         places: list[int] = []
@@ -65,16 +66,21 @@ class WithGradients:
                 having += [others[at] for at in found]
                 places += [places_of[at] for at in found]
                 of_group += [number] * len(found)
-        self.slices = []
+        self.slices, all_places = [], [np.array(places, np.int64)]
         for watch, (place_of, group_of) in zip(watches, self._places, strict=True):
             numbers = watch.with_gradients() if asks else watch.may_have()
-            numbers = numbers[place_of[numbers] >= 0]
+            its_places = place_of[numbers]
+            if its_places.min(initial=0) < 0:  # other optimizers have some
+                numbers, its_places = numbers[its_places >= 0], its_places[its_places >= 0]
             self.slices.append(numbers)
             having += watch.slices(numbers.tolist())
-            places += place_of[numbers].tolist()
             of_group += group_of[numbers].tolist()
-        order = np.argsort(np.array(places, np.int64)).tolist()
-        return [(groups[of_group[at]], having[at]) for at in order]
+            all_places.append(its_places)
+        in_order = np.concatenate(all_places)
+        if (in_order[1:] < in_order[:-1]).any():
+            order = np.argsort(in_order).tolist()
+            having, of_group = [having[at] for at in order], [of_group[at] for at in order]
+        return [groups[number] for number in of_group], having
 
     def that_may_have(
         self, groups: Sequence[dict[str, Any]], watches: Sequence[SliceWatch]

@@ -42,15 +42,14 @@ class Admission:
         self._average_nbytes, self._weight = 0.0, 0.0
         self._placed_nbytes = 0
 
-    def expects_more(self, units: Integers) -> Booleans:
-        """Return for each of these slices, which are about to be used, whether it is expected to be used more
-        than the least used slice that has a place.
+    def expects_more(self) -> Booleans:
+        """Return for each unit whether it is expected, once it is used in this step, to be used more than the
+        least used slice that has a place.
         """
         if self._more is None or self._steps != self._expected.steps:  # once a step: layers and guesses ask
             self._more = self._expected.uses_with_another(WAVERING) > self._lowest
             self._steps = self._expected.steps
-        more: Booleans = self._more[units]
-        return more
+        return self._more
 
     def ask(self, nbytes: int) -> None:
         """Count the bytes of a slice that is worth a place, and asks for one."""
@@ -58,7 +57,7 @@ class Admission:
 
     def wants(self, unit: int, nbytes: int) -> bool:
         """Whether one slice, which would take so many bytes, is worth a place; if so, it asks for it."""
-        wanted = bool(self.expects_more(np.array([unit]))[0])
+        wanted = bool(self.expects_more()[unit])
         if wanted:
             self.ask(nbytes)
         return wanted

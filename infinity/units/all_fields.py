@@ -14,6 +14,9 @@ from infinity.planning.placement import Key
 from infinity.records.record import Record
 from infinity.units.unit import Unit
 
+Sizes = tuple[tuple[str, int], ...]
+"""Fields of a record, with the bytes of each."""
+
 _LIKELY, _LEAST_LIKELY = 4, 64
 """Times the units that have room, and how many at least, that are looked at before all are."""
 
@@ -34,6 +37,7 @@ class AllFields:
         """Of each row, as `look` found them."""
         self.unit_nbytes: Integers = self.nbytes
         """Of each unit."""
+        self._sizes: list[Sizes] = []
         self._row: dict[Key, int] = {}
         self._unit = self._field = self.nbytes
         self._is_hi = self._derived = np.zeros(0, np.bool_)
@@ -52,17 +56,20 @@ class AllFields:
             if unit.record.fields != before:
                 self._read()
                 continue
-            for name in before:  # it came from a checkpoint
-                self.nbytes[self._row[unit.index, name]] = unit.record.field_nbytes(name)
-            self.unit_nbytes[unit.index] = sum(map(unit.record.field_nbytes, before))
+            sizes = self._sizes[place] = _sizes(unit.record)
+            for name, nbytes in sizes:  # it came from a checkpoint
+                self.nbytes[self._row[unit.index, name]] = nbytes
+            self.unit_nbytes[unit.index] = sum(nbytes for _, nbytes in sizes)
 
     def _read(self) -> None:
         self._changed.clear()  # first: others may come meanwhile
         self._seen = [unit.record.fields for unit in self._units]
+        alike: dict[Sizes, Sizes] = {}  # of many slices few differ
+        self._sizes = [alike.setdefault(one, one) for one in (_sizes(unit.record) for unit in self._units)]
         fields = [(unit, name) for unit, names in zip(self._units, self._seen, strict=True) for name in names]
         self.keys = [(unit.index, name) for unit, name in fields]
         self._row = {key: row for row, key in enumerate(self.keys)}
-        self.nbytes = np.array([unit.record.field_nbytes(name) for unit, name in fields], np.int64)
+        self.nbytes = np.array([nbytes for sizes in self._sizes for _, nbytes in sizes], np.int64)
         self._unit = np.array([unit.index for unit, _ in fields], np.int64)
         self.unit_nbytes = np.zeros(len(self._units), np.int64)
         np.add.at(self.unit_nbytes, self._unit, self.nbytes)
@@ -74,6 +81,10 @@ class AllFields:
             for row, (unit, name) in enumerate(fields)
             if name == "hi" and unit.record.packed_nbytes is not None
         ]
+
+    def of_unit(self, index: int) -> Sizes:
+        """Return the fields of a unit, as `look` found them."""
+        return self._sizes[index]
 
     @property
     def any_packed(self) -> bool:
@@ -128,3 +139,7 @@ class AllFields:
         there = np.zeros(len(self.keys), np.bool_)
         there[[self._row[key] for key in placed]] = True
         return FieldColumns(units, self._field[rows], nbytes, reads + updates, there[rows])
+
+
+def _sizes(record: Record) -> Sizes:
+    return tuple((name, record.field_nbytes(name)) for name in record.fields)

@@ -155,46 +155,55 @@ class Pins:
         self._fields.look()
         if self._fields.any_packed:
             units = [one for one in units if one.record.packed_nbytes is None]
-        numbers = np.array([one.index for one in units], np.int64)
-        self._slices[numbers] = True
+        slices = self._slices.data  # of few units, numbers are read and set faster than by arrays
+        for unit in units:
+            slices[unit.index] = True
         admission = self._admission_in_rounds if self._rounds else self._admission
         if admission is None or not (self._rounds or self._steps):
             return
-        wanted = admission.expects_more(numbers)
-        wanted &= self._host_nbytes[numbers] < self._fields.unit_nbytes[numbers]  # else all of it is there
-        for number in wanted.nonzero()[0].tolist():
-            if units[number].residence.fetch is None:  # what waits where it computes is not fetched
-                self._admit(units[number], admission)
+        more = admission.expects_more().data
+        wanted = [one for one in units if more[one.index]]
+        if wanted:
+            self._admit(wanted, admission)
 
-    def _admit(self, unit: Unit, admission: Admission) -> None:
-        """Let a slice have free room that is expected to be used more than another that has some."""
-        record = unit.record
-        if record.all_in_host or not (self._rounds or record.in_files is None):
-            return  # what is trained leaves its checkpoint's files
-        has_none = not self._host_nbytes[unit.index] and (unit.index, "hi") not in self._admitted
-        if has_none and self._tier is None and not self._rounds:  # as nearly all
-            nbytes = int(self._fields.unit_nbytes[unit.index])
-            if nbytes > self._free_nbytes():
-                admission.ask(nbytes)
-                return
-        names = ("hi",) if self._rounds else record.fields
-        keys = [(unit.index, name) for name in names if not record.in_host(name)]
-        keys = [key for key in keys if key not in self._placement and key not in self._admitted]
-        if nbytes := sum(record.field_nbytes(name) for _, name in keys):
-            admission.ask(nbytes)
-            if nbytes <= self._free_nbytes():
-                self._take(record, keys)
+    def _admit(self, units: Iterable[Unit], admission: Admission) -> None:
+        """Let slices have free room that are expected to be used more than another that has some."""
+        there, sizes = self._host_nbytes.data, self._fields.unit_nbytes.data
+        free_nbytes, admitted, all_of = self._free_nbytes(), self._admitted, self._fields.of_unit
+        in_one = self._tier is None and not self._rounds
+        for unit in units:
+            record, index = unit.record, unit.index
+            if there[index] >= sizes[index] or unit.residence.fetch is not None:
+                continue  # all of it is there; and what waits where it computes is not fetched
+            if record.all_in_host or not (self._rounds or record.in_files is None):
+                continue  # what is trained leaves its checkpoint's files
+            has_none = in_one and not there[index] and (index, "hi") not in admitted
+            if has_none and sizes[index] > free_nbytes:  # as nearly all
+                admission.ask(sizes[index])
+                continue
+            lacks = [
+                (name, nbytes)
+                for name, nbytes in all_of(index)
+                if not (record.in_host(name) or (index, name) in self._placement or (index, name) in admitted)
+            ]
+            if self._rounds:
+                lacks = [one for one in lacks if one[0] == "hi"]
+            if needed := sum(nbytes for _, nbytes in lacks):
+                admission.ask(needed)
+                if needed <= free_nbytes:
+                    self._take(unit, lacks)
+                    free_nbytes = self._free_nbytes()
 
     def _free_nbytes(self) -> int:
         """Bytes that nothing has, or is to have."""
         of_gradients = 0 if self._rounds else max(0, self._gradient_nbytes - self._in_use_nbytes())
         return self._kept.free_nbytes - self._kept.aside_nbytes - of_gradients
 
-    def _take(self, record: Record, keys: Sequence[Key]) -> None:
-        for key in keys:
-            size = self._admitted[key] = record.field_nbytes(key[1])
-            self._kept.set_aside(size)
-            record.targets[key[1]] = self._host.allocate_promised(size)
+    def _take(self, unit: Unit, fields: Iterable[tuple[str, int]]) -> None:
+        for name, nbytes in fields:
+            self._admitted[unit.index, name] = nbytes
+            self._kept.set_aside(nbytes)
+            unit.record.targets[name] = self._host.allocate_promised(nbytes)
 
     def _make_reserve(self, admission: Admission) -> None:
         """Have those slices leave that are used least, as far as newcomers need room: see admission."""
@@ -202,27 +211,37 @@ class Pins:
             return
         placed = np.flatnonzero(self._slices & (self._host_nbytes > 0))
         leaving = admission.close_step(placed, self._host_nbytes[placed], max(0, self._free_nbytes()))
-        nbytes_of = {key: nbytes for unit in leaving for key, nbytes in self._in_host(unit).items()}
-        self._leave([Move(*key, nbytes, "host", "nvme") for key, nbytes in nbytes_of.items()])
-        for key in nbytes_of:
-            del self._placement[key]
+        if not leaving:
+            return
+        self._fields.look()
+        moves = [Move(*one, "host", "nvme") for unit in leaving for one in self._in_host(unit)]
+        self._leave(moves)
+        for move in moves:
+            del self._placement[move.unit, move.field]
         self._host_nbytes[leaving] = 0
 
-    def _in_host(self, unit: int) -> dict[Key, int]:
-        """Return the fields of a unit that are placed in host memory, with what they take."""
-        record = self._units[unit].record
-        keys = [(unit, name) for name in record.schema.fields if self._placement.get((unit, name)) == "host"]
-        return {key: record.field_nbytes(key[1]) for key in keys}
+    def _in_host(self, unit: int) -> list[tuple[int, str, int]]:
+        """Return the fields of a unit that are placed in host memory, with what they take: of `_fields`, as
+        they were found last.
+        """
+        get = self._placement.get
+        return [
+            (unit, name, nbytes) for name, nbytes in self._fields.of_unit(unit) if get((unit, name)) == "host"
+        ]
 
     def _count_in_host(self, units: Iterable[int]) -> None:
         """Count the bytes of these units anew: where they are placed has changed."""
+        self._fields.look()
         for unit in units:
-            self._host_nbytes[unit] = sum(self._in_host(unit).values())
+            self._host_nbytes[unit] = sum(nbytes for _, _, nbytes in self._in_host(unit))
 
     def _place_admitted(self) -> None:
-        for key, nbytes in self._admitted.items():
-            self._placement[key] = "host"
-            self._host_nbytes[key[0]] += nbytes
+        if not self._admitted:
+            return
+        placement: dict[Key, Tier] = dict.fromkeys(self._admitted, "host")
+        self._placement.update(placement)
+        units = np.array([unit for unit, _ in self._admitted], np.int64)
+        np.add.at(self._host_nbytes, units, np.array([*self._admitted.values()], np.int64))
         self._admitted.clear()
 
     def _lodge(self, *, moves: bool) -> None:

@@ -131,8 +131,10 @@ class Unit:
 
     def owe(self, index: int, missed: MissedUpdates, number: int) -> Update | None:
         """Have `missed` asked for a parameter, which it knows by `number`, when somebody looks at what is
-        pending next; return what is pending for the parameter now.
+        pending next; return what is pending for the parameter now. That changes the values that the user can
+        see, which is counted here: of many slices, each look at a unit takes time.
         """
+        self.version += 1
         self._owed[index] = missed, number
         return self._pending.get(index)
 
