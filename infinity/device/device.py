@@ -292,6 +292,7 @@ class AcceleratorDevice(Device):
 
     def pin(self, address: int, nbytes: int) -> None:
         """See Device and HostMemory. What the budget gives to this memory free buffers have no longer."""
+        self.memory.look_at_late()
         self.memory.trim(self.memory.spare_nbytes)
         self.memory.pin(address, nbytes)
 

@@ -196,7 +196,7 @@ class HostMemory(Buffers):
             self._last[address] = copy
 
     def _take(self, nbytes: int) -> Arena | None:
-        self._look_at_late()
+        self.look_at_late()
         return super()._take(nbytes)
 
     def _give_back(self, arena: Arena) -> None:
@@ -206,7 +206,7 @@ class HostMemory(Buffers):
         else:
             self._late.append((arena, copy))
 
-    def _look_at_late(self) -> None:
+    def look_at_late(self) -> None:
         """Have those buffers back whose copies are over by now."""
         for _ in range(len(self._late)):
             try:
@@ -269,7 +269,7 @@ class HostMemory(Buffers):
 
     def prepare(self, nbytes: int, count: int) -> bool:
         """See Buffers; buffers made here are kept."""
-        self._look_at_late()
+        self.look_at_late()
         more = count - self._ahead.get(nbytes, 0)
         if more > 0:
             self._ahead[nbytes] = count

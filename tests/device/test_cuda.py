@@ -69,6 +69,9 @@ def test_a_buffer_is_not_unlocked_under_a_download(device, streams):
     device.room_for_downloads(Ledger(0))
     download = device.download(torch.ones(3))
     del download  # nobody waited; unlocking is an access that RecordedStreams orders
+    assert list(streams.locked.values()) == [12]
+    device.memory.synchronize()
+    device.memory.look_at_late()
     assert streams.locked == {}
 
 
@@ -79,8 +82,11 @@ def test_a_buffer_is_not_unlocked_under_an_upload(device, streams):
     lent = device.to_host(torch.ones(3))  # an activation, offloaded
     device.upload(flat, 0, lent.data_ptr(), 3)
     del lent  # the graph that held it is gone
-    assert streams.locked == {}
+    assert list(streams.locked.values()) == [12]
     assert flat.tolist() == [1, 1, 1]
+    device.memory.synchronize()
+    device.pin(4096, 64)
+    assert streams.locked == {4096: 64}, "and goes before other memory is locked"
 
 
 def test_free_buffers_go_where_the_budget_gives_their_bytes_to_pinned_memory(device, streams):
@@ -97,18 +103,19 @@ def test_free_buffers_go_where_the_budget_gives_their_bytes_to_pinned_memory(dev
 def test_nothing_is_locked_in_the_place_of_buffers_that_are_not_unlocked_yet(device, streams, monkeypatch):
     lent = device.to_host(torch.ones(16))
     begun, end, pinned = threading.Event(), threading.Event(), threading.Event()
-    synchronize = device.memory.synchronize
+    unlock = streams.unlock
 
-    def slowly():
+    def slowly(address):
         begun.set()
         assert end.wait(60)
-        synchronize()
+        unlock(address)
 
     def pin():
         device.pin(4096, 64)
         pinned.set()
 
-    monkeypatch.setattr(device.memory, "synchronize", slowly)
+    device.memory.synchronize()
+    monkeypatch.setattr(streams, "unlock", slowly)
     device.room_for_downloads(Ledger(0))
     lent = [lent]
     dropping = threading.Thread(target=lent.clear)

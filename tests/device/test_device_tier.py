@@ -207,7 +207,7 @@ def test_a_plan_lets_those_units_live_on_the_device_that_a_run_does(
 def test_a_plan_of_a_transformer_lets_those_units_live_on_the_device_that_a_run_does(
     folder, late, with_memory
 ):
-    with_memory(480 << 10)
+    with_memory(400 << 10)
     model, optimizer, _ = models.offloaded("llama", {"lr": 1e-2}, {"nvme": folder, "host_memory": "4MiB"})
     models.train(model, optimizer, 2)
     engine = engine_of_model(model)

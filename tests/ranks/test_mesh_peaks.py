@@ -37,22 +37,24 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("launch", "case", "parts", "most"),
+    ("launch", "case", "parts", "beside"),
     [
-        ("two ranks", "divided", 2, 1.1),
-        pytest.param("four ranks", "divided", 4, 1.1, marks=pytest.mark.slow),
-        pytest.param("four ranks", "divided and partitioned", 2, 1.3, marks=pytest.mark.slow),
+        ("two ranks", "divided", 2, 0),
+        pytest.param("four ranks", "divided", 4, 0, marks=pytest.mark.slow),
+        pytest.param("four ranks", "divided and partitioned", 2, 2, marks=pytest.mark.slow),
     ],
 )
 def test_no_rank_of_a_tensor_dimension_ever_holds_more_of_a_layer_than_its_part(
-    answers, launch, case, parts, most
+    answers, launch, case, parts, beside
 ):
-    """Where ranks with other data partition its part, it has its share beside what it gathers."""
+    """Where ranks with other data partition its part, it has its share beside what it gathers, and a gradient
+    until it is the ranks' mean: `beside` parts of a layer.
+    """
     whole = answers(launch, "alone")
     assert min(one["largest"] for one in whole) >= UNIT_NBYTES, "on one rank a layer is in one piece"
     for one in answers(launch, case):
         assert one["largest"] <= UNIT_NBYTES // parts + PAGE
-        assert one["peak"] <= most / parts * whole[0]["peak"]
+        assert one["peak"] <= (1.1 * whole[0]["peak"] + beside * UNIT_NBYTES) / parts
         assert one["nvme"] > 0
 
 
