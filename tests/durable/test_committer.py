@@ -26,6 +26,8 @@ def test_a_step_is_named_once_its_data_is_on_the_disk_and_the_one_before_given_u
 ):
     run, order = Run(folder), []
     run.train(2)
+    infinity.commit(run.model)  # none is under way
+    run.train(3)
     durable = run.engine.durable
     overheard(monkeypatch, durable.nvme, "sync", order, "data")
     overheard(monkeypatch, durable.folders[0], "write_slot", order, "name")
