@@ -287,7 +287,7 @@ class Stack:
             return self._after(before, self._steps_of(number, since, begun), since, group)
         past = since, group, begun
         steps = self._same.get(past) or self._steps_alike(past)
-        if before is not None and (before.field is not None or before.tensor is not None):
+        if before is not None and before.has_gradient:
             return before.then_missed(steps)  # its gradient is its own
         shared = self._shared.get((id(before), *past))
         if shared is None:

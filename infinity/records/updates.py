@@ -56,7 +56,7 @@ class Update(NamedTuple):
 
     def then_missed(self, steps: Sequence[tuple[Any, int]]) -> Update:
         """Return this update with further steps, by their scalars and keys, whose gradients are zeros."""
-        if self.field is not None or self.tensor is not None:
+        if self.has_gradient:
             after = (*self.after, *steps) if self.after else tuple(steps)
             return tuple.__new__(Update, (*self[:-1], after))  # thousands: a fifth of what _replace takes
         *missed, (scalars, key) = steps
