@@ -147,7 +147,7 @@ class Arrivals:
         self._told: list[Callable[[nn.Parameter], None]] = []
         """Called with each parameter whose gradient comes: of these, those that are used."""
         for one in (early, ahead):
-            hooks.forward_began.append(one.forward_began)
+            hooks.inputs_came.append(one.forward_began)
         hooks.backward_ended.append(self._backward_ended)
 
     def join(self, optimizer: Any) -> None:

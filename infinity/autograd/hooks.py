@@ -115,9 +115,6 @@ class BackwardLease:
 class ForwardFollower(Protocol):
     """Is told of each forward that a backward may follow: what blocks keep is decided there."""
 
-    def began(self, inputs: Any) -> None:
-        """Such a forward begins; inputs: (args, kwargs) of its outermost module."""
-
     def saved(self, tensor: torch.Tensor) -> None:
         """Autograd saves a tensor that is no weight."""
 
@@ -159,6 +156,8 @@ class Hooks:
         """Called when the outermost backward is over, in the order in which they were appended."""
         self.forward_began: list[Any] = []
         """Called with a module whose forward begins that a backward may follow."""
+        self.inputs_came: list[Any] = []
+        """Called thereafter, with (args, kwargs) of that module."""
         self.round_began: list[Any] = []
         """Called with a module whose forward begins that no backward will follow."""
         self.followers: list[ForwardFollower] = []
@@ -303,8 +302,8 @@ class Hooks:
         self._counting = _grad_enabled()
         for call in self.forward_began if self._counting else self.round_began:
             call(module)
-        for one in self.followers if self._counting else ():
-            one.began(inputs)
+        for call in self.inputs_came if self._counting else ():
+            call(inputs)
         self._at_once = not self._counting and bool(below) and self._residency.are_here(below)
 
     def is_covered(self, module: nn.Module) -> bool:

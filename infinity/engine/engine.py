@@ -491,6 +491,7 @@ class Engine:
         """Tell `budget` of the forwards of the models, whose blocks it decides on."""
         self.activations = budget
         self.hooks.followers.append(budget)
+        self.hooks.inputs_came.append(budget.began)
 
     def follow(self, training: TrainingStateSource, step: int, *, resumed: bool) -> None:
         """Have a durable run, if this is one, commit what `training` captures; it lives with the engine."""

@@ -1,16 +1,20 @@
 """Which updates the backward makes of an optimizer with update="auto", as steps are measured.
 
 [Note: updates by turns]
-At first all updates come with the next forward's fetches. When some steps have been timed, it is decided by
+At first all updates come with the next forward's fetches. When a step has been timed, it is decided by
 planning/split.py which units have theirs in the backward from the next step on, as update="backward" has all
-of them; ranks agree on how many. That is decided again after twice as many steps, and so on. An update is
+of them. That is decided anew for other lengths of sequences, where steps have come to compute for longer or
+shorter, and from time to time: see [Note: steps of several lengths] in planning/step_lengths.py. An update is
 the same whenever it is made, so bits do not depend on clocks.
+
+Several ranks need the same updates in their backwards. So when a step begins they tell each other its length,
+and what the last one took: the longest of each counts on all, and when it is decided, the least number of
+units that any has chosen.
 
 An update in the backward takes the gradient with it. So where steps need gradients when all have come (they
 are read or clipped, dropped, added up over several backwards, or the options of param groups change before
-step()),
-no update is made in the backward any more. Steps show that before the first is; one that shows it for the
-first time later stops with an error, as its gradients are gone.
+step()), no update is made in the backward any more, on any rank. Steps show that before the first is; one
+that shows it for the first time later stops with an error, as its gradients are gone.
 
 The same is decided for an optimizer with speculate="auto": which units have their updates made ahead, where
 any have. Those keep their gradients, and nothing has to be known of what follows.
@@ -18,17 +22,21 @@ any have. Those keep their gradients, and nothing has to be known of what follow
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from itertools import pairwise
+from time import perf_counter
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from infinity.lane.outgoing import OutgoingShare
 from infinity.planning.forecast import Moves
 from infinity.planning.simulator import Disk, Rates
 from infinity.planning.split import UpdateSplit, of_first, split_updates
+from infinity.planning.step_lengths import DecisionsByLength, TimedStep
 from infinity.ranks.group import Ranks
 from infinity.records.record import Traffic
 from infinity.records.weights import WEIGHTS
@@ -37,11 +45,12 @@ from infinity.units.residency import UnitResidency
 from infinity.units.unit import Unit
 
 _FIRST = 2
-"""The step after which it is decided first: its fetches are as planned."""
+"""The first step that counts: its fetches are as planned."""
 UNMOVED = Moves(0, 0, 0, trainable=False)
 """What stands for a slice: plans have none."""
 _ALL = 3
 """Moments of a step: its forward begins, its backward begins, and ends."""
+_WHAT = "divide updates between backward and forward"
 
 
 class _Mark(NamedTuple):
@@ -58,6 +67,27 @@ class _Mark(NamedTuple):
             later.stalled_s - self.stalled_s,
             later.moved_nbytes - self.moved_nbytes,
         )
+
+
+def _timed(marks: Sequence[_Mark]) -> TimedStep:
+    """Return what a step took, by its moments.
+
+    A half that waits for the disk moves what that can. One that never waits moves less than it could, which
+    makes the disk look slower than it is, and changes nothing: it has nothing to gain.
+    """
+    halves = [one.until(later) for one, later in pairwise(marks)]
+    forward_s, backward_s = (max(0.0, one.seconds - one.stalled_s) for one in halves)
+    rate = max([1.0, *(one.moved_nbytes / max(one.seconds, 1e-9) for one in halves)])
+    return TimedStep(forward_s, backward_s, rate)
+
+
+def length_of(inputs: Any) -> int:
+    """Return the length of a step, see planning/step_lengths.py, by what its forward is given; 0 where that
+    has no tensors that are known.
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # how many there are is no value
+        counts = [int(one.numel()) for one in pytree.tree_leaves(inputs) if isinstance(one, torch.Tensor)]
+    return sum(counts).bit_length()
 
 
 class EarlyUpdates:
@@ -78,21 +108,27 @@ class EarlyUpdates:
         are made ahead, says of which units they can be; None for those that a backward decides.
         """
         self.split: UpdateSplit | None = None
-        """What was decided last; None before, and where all come with the next forward."""
+        """What was decided for the last step that began; None where all come with the next forward."""
         self._never = "" if on_host else "an accelerator computes, whose work is not timed"
-        self._wanted, self._foreseen = False, foreseen
+        self._on_host, self._wanted, self._foreseen = on_host, False, foreseen
         self._units, self._residency, self._traffic = units, residency, traffic
         self._outgoing_share, self._ranks = outgoing_share, ranks
         self._chosen: frozenset[Unit] = frozenset()
         self._marks: list[_Mark] = []
         """Of the step: see _ALL."""
-        self._steps = 0
+        self._steps = self._length = 0
+        self._timed: TimedStep | None = None
+        """The last step, until the next one begins."""
+        self._decisions: DecisionsByLength[UpdateSplit] = DecisionsByLength()
+        self._over = not on_host
+        """Whether all ranks know that no update is made in the backward any more."""
         self._came: dict[int, nn.Parameter] = {}
         """The parameters, by id(), to which gradients have come in the step, while none is made early."""
 
     def want(self) -> None:
         """Look at steps from now on: an optimizer asks for it. What was decided for another is void."""
-        self._wanted, self._steps = True, 0
+        self._wanted, self._steps, self._over = True, 0, not self._on_host
+        self._timed, self._decisions = None, DecisionsByLength()
         self.split, self._chosen = None, frozenset()
 
     def has(self, unit: Unit) -> bool:
@@ -116,9 +152,11 @@ class EarlyUpdates:
 
     # What a step shows
 
-    def forward_began(self, _module: nn.Module) -> None:
-        """A forward begins; the first one of a step counts."""
+    def forward_began(self, inputs: Any) -> None:
+        """A forward begins, of a module that is given `inputs`; the first one of a step counts."""
         if self._wanted and not self._marks:
+            if not self._over:
+                self._choose(length_of(inputs))
             self._marks.append(self._now())
 
     def gradient_came(self, parameter: nn.Parameter) -> None:
@@ -151,7 +189,7 @@ class EarlyUpdates:
             for (tier, _), nbytes in moved.items()
             if tier == "nvme"
         )
-        return _Mark(time.perf_counter(), stalled_s, moved)
+        return _Mark(perf_counter(), stalled_s, moved)
 
     # What follows
 
@@ -162,37 +200,65 @@ class EarlyUpdates:
         self._came.clear()
 
     def close_step(self) -> None:
-        """A step is decided: decide, after some, for the next one."""
+        """A step is decided: remember what it took, for the next one."""
         marks, self._marks = self._marks, []
         self._came.clear()
         if not marks:
             return  # the step of a further optimizer
         self._steps += 1
-        if self._steps < _FIRST or self._steps & (self._steps - 1):
-            return
-        split = self._decide(marks) if len(marks) == _ALL and not self._never else None
-        count = len(split.early) if split is not None else 0
-        count = self._ranks.least(count, "divide updates between backward and forward")
-        self.split = of_first(split, count) if split is not None else None
-        chosen = self.split.early if self.split is not None else ()
-        self._chosen = frozenset(self._units[index] for index in chosen)
+        self._timed = _timed(marks) if len(marks) == _ALL and self._steps >= _FIRST else None
 
-    def _decide(self, marks: list[_Mark]) -> UpdateSplit | None:
-        """Divide updates by what a step took; None without a plan of it."""
+    def _choose(self, length: int) -> None:
+        """Know which updates the backward of a step makes, which begins, of this length; that is decided if
+        it is due. All ranks do the same.
+        """
+        timed, self._timed = self._timed, None
+        if self._ranks.size > 1:
+            length, timed = self._agree(length, timed)
+        if self._never:
+            self._over = True
+            return
+        if timed is not None:
+            self._decisions.add(self._length, timed)
+        self._length = length
+        if (due := self._decisions.due(length)) is not None:
+            self._decisions.decide(length, self._decide(due), due)
+        before, self.split = self.split, self._decisions.of(length)
+        if self.split is not before:
+            chosen = self.split.early if self.split is not None else ()
+            self._chosen = frozenset(self._units[index] for index in chosen)
+
+    def _agree(self, length: int, timed: TimedStep | None) -> tuple[int, TimedStep | None]:
+        """Return the length of the step that begins, and what the last one took, for all ranks; stop where
+        one has stopped.
+        """
+        took = (0, 0, 0)
+        if timed is not None:
+            took = round(1e6 * timed.forward_s), round(1e6 * timed.backward_s), int(timed.rate)
+        rows = self._ranks.of_all([int(not self._never), length, *took], _WHAT)
+        going, lengths, forwards, backwards, rates = zip(*rows, strict=True)
+        if not all(going):
+            self.stop("steps of another rank need their gradients")
+        of_all = TimedStep(max(forwards) / 1e6, max(backwards) / 1e6, min(rates))
+        return max(lengths), of_all if all(rates) else None
+
+    def _decide(self, timed: TimedStep) -> UpdateSplit | None:
+        """Divide updates for steps that take so long: as many as the rank has that divides off least."""
+        split = self._divide(timed)
+        count = self._ranks.least(0 if split is None else len(split.early), _WHAT)
+        return None if split is None else of_first(split, count)
+
+    def _divide(self, timed: TimedStep) -> UpdateSplit | None:
+        """Divide updates; None without a plan of the step."""
         plan = self._residency.cursor.plan
         if plan is None:
             return None
-        forward, backward = marks[0].until(marks[1]), marks[1].until(marks[2])
-        computes = [max(0.0, one.seconds - one.stalled_s) for one in (forward, backward)]
-        # A half that waits for the disk moves what that can. One that never waits moves less than it could,
-        # which makes the disk look slower than it is, and changes nothing: it has nothing to gain.
-        rate = max([1.0, *(one.moved_nbytes / max(one.seconds, 1e-9) for one in (forward, backward))])
         return split_updates(
-            (computes[0], computes[1]),
+            (timed.forward_s, timed.backward_s),
             plan,
             [self._moves_of(unit) for unit in self._units],
             [unit.index for unit in self._units if self._may(unit)],
-            Rates(Disk(rate, rate, rate), shared=False),
+            Rates(Disk(timed.rate, timed.rate, timed.rate), shared=False),
             ahead=self._foreseen is not None,
         )
 
