@@ -370,6 +370,7 @@ class Engine:
                 look = Shortage(self.device, self.pins.empty_device).look
                 self.hooks.forward_began.append(look)
                 self.hooks.round_began.append(look)
+        if self.pins is not None and (lodges is not None or self.durable is None):
             self.hooks.forward_began.append(self.pins.forward_began)
 
     def _meet_for(self, chosen: list[Unit]) -> list[Unit]:

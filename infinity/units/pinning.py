@@ -119,14 +119,32 @@ class Pins:
 
     def forward_began(self, _module: object) -> None:
         """Before the first step ends, no use was counted: let frozen weights live on the device as if each
-        was used in every step, so that they come once.
+        was used in every step, so that they come once; on the host, all that is trained, if all of it fits.
         """
-        if self._tier is None or self._steps or self._placement:
+        if self._steps or self._placement:
+            return
+        if self._tier is None:
+            self._place_all_that_is_trained()
             return
         frozen = [unit for unit in self._units if not unit.trainable and not self._tier.is_routed(unit)]
         weights = ((one.index, one.record.field_nbytes("hi"), _parts(one)) for one in frozen)
         self._placement = place_before_first_step(weights, self._budget(0))
         self._lodge(moves=False)
+
+    def _place_all_that_is_trained(self) -> None:
+        """Let all fields stay in host memory from the first fetch on, if they fit beside all gradients: no
+        count is needed to know that, and no update of the first steps is written.
+        """
+        if self._nvme is self._host or any(not _moves_up_whole(one) for one in self._units):
+            return
+        self._fields.look()
+        gradients_nbytes = 2 * sum(one.record.field_nbytes("hi") for one in self._units)  # of two steps, or fp32
+        if int(self._fields.nbytes.sum()) + gradients_nbytes > self._kept.free_nbytes:
+            return
+        rows = zip(self._fields.keys, self._fields.nbytes.tolist(), strict=True)
+        moves = tuple(Move(*key, nbytes, "nvme", "host") for key, nbytes in rows)
+        self._revise(Revision(dict.fromkeys(self._fields.keys, "host"), moves, "all fields fit"))
+        self._set_targets()
 
     def close_step(self) -> None:
         """Decide anew from time to time, first after the first step: it shows what gradients take. After each
@@ -567,6 +585,11 @@ class Pins:
             self._lane.wait(job, finished=True)
             if unit.residence.fetch is None:
                 unit.unbind()
+
+
+def _moves_up_whole(unit: Unit) -> bool:
+    """Whether a unit's next fetch and its update leave all fields in host memory that are to be there."""
+    return unit.trainable and unit.record.in_files is None and unit.residence.fetch is None
 
 
 def _parts(unit: Unit) -> int:

@@ -257,7 +257,7 @@ def test_the_placement_is_reported_with_its_reason(folder):
     model, _ = trained(2, nvme=str(folder), host_memory="64MiB")
     now, pins = stats(model), engine_of_model(model).pins
     assert (now.placement_revisions, now.placement_reason) == (1, pins.reason)
-    assert "moves of" in now.placement_reason
+    assert "8 fields placed" in now.placement_reason
     assert now.since(now).placement_revisions == 0
 
 
