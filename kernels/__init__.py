@@ -59,10 +59,13 @@ from infinity.kernels.small import (
     quantize4,
     small_step,
 )
+from infinity.kernels.told import EXCEPTION_NBYTES, MOST_TOLD, ToldGradient
 
 __all__ = [
     "CODE_BLOCK",
+    "EXCEPTION_NBYTES",
     "MOST_ROWS",
+    "MOST_TOLD",
     "STATE_BLOCK",
     "STRETCH_NUMEL",
     "AdagradScalars",
@@ -78,6 +81,7 @@ __all__ = [
     "SleepingThreads",
     "SmallRecipe",
     "Strided",
+    "ToldGradient",
     "UnsupportedIsaError",
     "Weights",
     "accumulate",

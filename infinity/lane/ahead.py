@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from infinity import kernels
 from infinity.device.device import Device
 from infinity.lane.fetch import FetchTarget, UpdatePass
+from infinity.lane.told import ToldGradients
 from infinity.records.checksums import TileChecksums
 from infinity.records.next_fields import NextFields
 from infinity.records.updates import Update
@@ -27,11 +28,14 @@ class AheadPass(UpdatePass):
         tile_numel: int,
         updates: Mapping[int, Update],
         to: NextFields,
+        told: ToldGradients | None = None,
     ) -> None:
-        """Prepare to make `updates`, one for every parameter of the unit."""
+        """Prepare to make `updates`, one for every parameter of the unit. told: tells gradients of it, when
+        it is made: see [Note: told gradients].
+        """
         super().__init__(unit, device, tile_numel)
         self.updates = dict(updates)
-        self._to = to
+        self._to, self._told = to, told
         self._packed.write_to(to)
         self._reads_memory = [self.record.memory(name) for name in self.record.fields]
         """Where fields lie in host memory: the record may get other memory meanwhile, of the same values."""
@@ -75,9 +79,16 @@ class AheadPass(UpdatePass):
             return self._packed.write(name, start, stop, address)
         return self._to.write(name, start, stop, address, owner, more=more)
 
+    def told_gradient(self, index: int) -> kernels.ToldGradient | None:
+        """See UpdatePass."""
+        return None if self._told is None else self._told.of.get(index)
+
     def done_processing(self) -> None:
-        """Let go of that memory as well."""
+        """Let go of that memory as well, and know which gradients are told."""
         self._reads_memory = []
+        if self._told is not None:
+            self._told.end()
+            self._told = None
         super().done_processing()
 
     def _process(self, start: int, stop: int, addresses: dict[str, int]) -> None:

@@ -13,8 +13,8 @@ order of which every beginning is spread evenly (`spread`).
 
 Of updates that are made ahead of their decision (`ahead`) the same is decided, but they cost more: `hi` is
 written to NVMe, and read from there in the forward, also where it is placed in host memory, which keeps the
-old values until then; and a gradient that finds no room is written in any case. An update that is not made
-ahead moves less by that. So those come last in the order whose `hi` is placed.
+old values until then. An update that is not made ahead moves less by that; what it moves
+more where a gradient finds no room is not counted. So those come last in the order whose `hi` is placed.
 """
 
 from __future__ import annotations

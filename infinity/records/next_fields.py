@@ -81,6 +81,10 @@ class NextFields:
         left = self.record.exchange(self._homes)
         return {name: extent for name, extent in left.items() if extent != self._homes[name][0]}
 
+    def home(self, name: str) -> tuple[Extent, array[int]]:
+        """Return what a field is written to, and its checksums."""
+        return self._extents[name], self._hashes[name]
+
     def drop(self) -> dict[str, Extent]:
         """Never take that place; return the extents, to which a pass may still be writing."""
         self.stop_watching()

@@ -83,7 +83,7 @@ def test_bits_are_the_recipes_whether_norms_exceed_their_bound_or_not(
     assert not both.speculation.refused
 
 
-def test_confirmed_steps_move_26_bytes_a_parameter_and_28_where_gradients_find_no_room(folder):
+def test_confirmed_steps_move_26_bytes_a_parameter_also_where_gradients_find_no_room(folder):
     both = Both(folder, memory="1MiB", max_norm=NEVER)
     for number in range(3):
         both.step(number)
@@ -95,10 +95,8 @@ def test_confirmed_steps_move_26_bytes_a_parameter_and_28_where_gradients_find_n
     done = stats(both.model).since(before)
     numel = 3 * sum(unit.record.shard.numel for unit in engine_in(both.model).units)
     moved = (done.nvme_read_nbytes + done.nvme_written_nbytes) / numel
-    spilled = done.written_nbytes[("nvme", "grad16")] / numel
-    assert 1 < spilled < 2.1, "of two bytes"
-    assert ("nvme", "grad16") not in done.read_nbytes
-    assert moved - spilled <= 26.5
+    assert ("nvme", "grad16") not in {**done.read_nbytes, **done.written_nbytes}
+    assert moved <= 26.5
     assert done.passes["AheadPass"] == 3 * UNITS
     assert done.speculated == {"confirmed": 3 * UNITS, "dropped": 0}
     assert 10 * numel <= 3 * done.second_nbytes <= 12 * numel, (
