@@ -316,7 +316,10 @@ class GradientStore:
         """Keep a gradient, or let it wait on its way out. own: in a copy, which is made when it is paid for:
         computing waits for that with one of it in memory, not two.
         """
-        if keep and not self.rests(gradient.unit) and gradient.charge(tensor.nbytes):
+        unit = gradient.unit
+        told = not gradient.additions and self.unkept.expects(unit)
+        stays = keep and not told and not self.rests(unit)
+        if stays and gradient.charge(tensor.nbytes):
             gradient.keep(self._own(tensor) if own else tensor)
             return
         gradient.charge(0)
@@ -357,7 +360,7 @@ class GradientStore:
         for index, gradient in self.outgoing_of(unit).items():
             if gradient.form is Form.OUTGOING and gradient.square_sum is None and gradient.arriving.done:
                 gradient.measure(gradient.in_memory)
-            if self.rests(unit) or gradient.form is not Form.OUTGOING:
+            if told is not None or self.rests(unit) or gradient.form is not Form.OUTGOING:
                 continue
             if gradient.charge(gradient.in_memory.nbytes):
                 del self._outgoing[unit][index]

@@ -46,6 +46,8 @@ class UnkeptGradients:
         """What tells a gradient goes with the last one that it tells."""
         self._read: set[Unit] = set()
         """Units whose gradients the program has read: theirs are kept."""
+        self._expected: set[Unit] = set()
+        """Units whose gradients were told last."""
 
     def prepare(
         self,
@@ -60,6 +62,7 @@ class UnkeptGradients:
         """
         outgoing = [one for one in gradients if one.form is Form.OUTGOING]
         self.forget(unit)
+        self._expected.discard(unit)
         if not outgoing or not history.is_likely:
             return None
         if why := self._why_not(unit, outgoing, updates):
@@ -90,6 +93,14 @@ class UnkeptGradients:
             return "the program reads them"
         return ""
 
+    def teller(self, gradient: Gradient) -> ToldGradients | None:
+        """Return what tells a gradient, which an update has to keep; None where it is kept itself."""
+        return self._tellers.get(gradient)
+
+    def expects(self, unit: Unit) -> bool:
+        """Whether a unit's gradients will probably not be kept, so that none is to take host memory."""
+        return unit in self._expected
+
     def forget(self, unit: Unit) -> None:
         """Keep a unit's gradients: its update is not made."""
         self._prepared.pop(unit, None)
@@ -103,6 +114,7 @@ class UnkeptGradients:
         for one in gradients.values():
             self._tellers[one] = told
         self._of[unit] = told
+        self._expected.add(unit)
         told.watch(unit.record.watchers, partial(_changes, weakref.ref(self), weakref.ref(unit)))
 
     def write(self, unit: Unit, *, read: bool = False) -> None:

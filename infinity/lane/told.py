@@ -86,7 +86,7 @@ class ToldGradients:
         for one in told:
             one.end()
         nbytes = sum(one.nbytes for one in told)
-        if all(one.is_told for one in told) and self._ledger.try_reserve(nbytes):
+        if all(one.is_told for one in told) and (not nbytes or self._ledger.try_reserve(nbytes)):
             self._charged, self.hold = nbytes, True
         else:
             self._counts[UNTOLD] += 1
@@ -148,7 +148,9 @@ class RecoverPass(Pass):
     def __init__(self, record: Record, tile_numel: int, told: ToldGradients) -> None:
         """Prepare to write those of `told`, behind that pass."""
         super().__init__(record)
-        self._told, self._tile_numel = told, tile_numel
+        self._tile_numel = tile_numel
+        self._told: ToldGradients | None = told
+        self._of: Mapping[int, kernels.ToldGradient] = {}
         self._moments = told.moments
 
     def touched(self) -> Iterable[str]:
@@ -157,11 +159,12 @@ class RecoverPass(Pass):
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Every tile, or none where they have been written."""
-        if not self._told.hold:
+        told = self._told
+        if told is None or not told.hold:
             return iter(())
         if any(self.record.volatile(name) for name in ("m", _BEHIND)):
             raise AssertionError(f"{self.record.name}: a gradient was not recovered before its moments moved")
-        self._moments = self._told.moments
+        self._of, self._moments = told.of, told.moments
         return tiles(self.record.shard.numel, self._tile_numel)
 
     def reads_and_writes(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
@@ -205,7 +208,7 @@ class RecoverPass(Pass):
         clear(record, addresses, TARGET, stop - start)
         zeros = torch.zeros(0 if "m" in addresses else stop - start, dtype=torch.float32, device="cpu")
         for piece in pieces(record.shard, start, stop):
-            told = self._told.of.get(piece.index)
+            told = self._of.get(piece.index)
             if told is None:
                 continue
             before = addresses.get("m", zeros.data_ptr())
@@ -215,3 +218,8 @@ class RecoverPass(Pass):
             )
             first, second, to = at
             told.recover(piece.numel, first, second, piece.element, to)
+
+    def done_processing(self) -> None:
+        """Drop what tells them as well."""
+        self._told, self._of = None, {}
+        super().done_processing()

@@ -1,5 +1,5 @@
 """Gradients that are not kept since moments tell them: who needs one gets it. Trusted: the recipe in memory.
-Nothing is faked.
+Faked: that gradients find no room in host memory.
 """
 
 import pytest
@@ -9,14 +9,22 @@ import deep
 import infinity
 from deep import LAYERS, SETTINGS, Deep
 from infinity import AdamW, Init, stats
+from infinity.gradients.gradient import Gradient
+from infinity.kernels import ToldGradient
 from infinity.lane.told import UNTOLD
 from infinity.reference import ReferenceAdamW, prepare
 from parity import differences, engine_in
 
-pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
+pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable", "no_room")]
 
 NEVER = 1e9  # a norm that is never reached
 READ = "its gradients were kept: the program reads them"
+
+
+@pytest.fixture
+def no_room(monkeypatch):
+    """Have gradients find no room in host memory."""
+    monkeypatch.setattr(Gradient, "charge", lambda self, nbytes: not nbytes)
 
 
 class Both(deep.Both):
@@ -61,8 +69,8 @@ def test_gradients_of_steps_that_are_confirmed_are_never_moved(folder):
 
 def test_those_of_steps_that_are_clipped_are_recovered(folder):
     both = Both(folder, max_norm=0.1)
-    for number in range(6):
-        both.backward(number, 100.0 if number in (0, 3) else 1.0)
+    for number in range(7):
+        both.backward(number, 100.0 if number in (3, 5) else 1.0)
         both.decide()
     both.check()
     assert both.passes["RecoverPass"] == 2 * LAYERS
@@ -163,11 +171,12 @@ def test_those_that_are_not_finite_reach_weights_as_ever(folder):
             assert torch.equal(ours.isnan(), theirs.isnan())
 
 
-def test_where_exceptions_find_no_room_they_are_kept(folder):
+def test_where_moments_tell_too_little_they_are_kept(folder, monkeypatch):
     both = Both(folder, max_norm=NEVER)
     for number in range(3):
         if number == 2:
-            both.engine.kept.limit_nbytes = 0
+            both.engine.lane.drain()
+            monkeypatch.setattr(ToldGradient, "is_told", False)
         both.backward(number)
         both.decide()
     both.check()
@@ -209,6 +218,5 @@ def test_in_a_durable_run_they_are_recovered_from_both_sides(folder):
         for its in (optimizer, reference):
             its.zero_grad()
         infinity.commit(model)
-    assert engine.lane.passes["RecoverPass"] == 2 * LAYERS
-    assert engine.speculation.confirmed == 5 * LAYERS
+    assert engine.lane.passes["RecoverPass"] == 2 * engine.speculation.dropped > 0, "half are read"
     assert differences(plain.state_dict(), model.state_dict()) == []

@@ -36,7 +36,9 @@ def recovered(told, before, behind, first=0):
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("changes", [{}, {"clip": 2.0**-16}, {"clip": 0.3}, {"beta1": 0.3}, {"beta1": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"clip": 2.0**-16}, {"clip": 0.3}, {"beta1": 0.3}, {"beta1": 0.0}], ids=str
+)
 def test_every_gradient_comes_back_with_its_bits_and_few_as_exceptions(isa, n, changes):
     generator = torch.Generator().manual_seed(n)
     m = torch.randn(n, generator=generator) * changes.get("clip", 1.0)
@@ -47,7 +49,9 @@ def test_every_gradient_comes_back_with_its_bits_and_few_as_exceptions(isa, n, c
     assert told.nbytes == told.count * kernels.EXCEPTION_NBYTES
 
 
-@pytest.mark.parametrize("changes", [{}, {"clip": 0.3, "beta1": 0.0}, {"clip": math.nan}, {"clip": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"clip": 0.3, "beta1": 0.0}, {"clip": math.nan}, {"clip": 0.0}], ids=str
+)
 def test_bits_of_any_kind_come_back(isa, changes):
     n = 20_011
     m, grad = random_bits(n, 1), random_bits(n, 2, torch.bfloat16)
