@@ -30,7 +30,7 @@ class Update(NamedTuple):
     missed: tuple[tuple[Any, int], ...] = ()
     recipe: Recipe = ADAMW
     holder: object = None
-    """What the budget's bytes of `tensor` are charged to, or what tells the gradient that is to be in `field`:
+    """What the budget's bytes of `tensor` are charged to, or what tells one that is to be in `field`:
     p.grad may be gone before the update is applied.
     """
     on_device: bool = False
