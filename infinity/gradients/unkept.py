@@ -21,7 +21,7 @@ from infinity import kernels
 from infinity.device.device import Device
 from infinity.gradients.gradient import Form, Gradient
 from infinity.lane.lane import StreamLane
-from infinity.lane.told import Moment, RecoverPass, ToldGradients, most_exceptions
+from infinity.lane.told import MomentHome, RecoverPass, ToldGradients, most_exceptions
 from infinity.planning.speculation import SpeculationHistory
 from infinity.records.next_fields import NextFields
 from infinity.records.update_rules import tells
@@ -75,7 +75,7 @@ class UnkeptGradients:
             )
             for one in outgoing
         }
-        moments = Moment(*unit.record.home("m")), Moment(*fields.home("m"))
+        moments = MomentHome(*unit.record.home("m")), MomentHome(*fields.home("m"))
         self._prepared[unit] = told = ToldGradients(*moments, of, self._kept, self.refused)
         return told
 

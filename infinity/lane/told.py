@@ -48,7 +48,7 @@ def most_exceptions(numel: int) -> int:
     return max(_FEW, 2 * numel // (EXCEPTIONS * kernels.EXCEPTION_NBYTES))
 
 
-class Moment(NamedTuple):
+class MomentHome(NamedTuple):
     """One generation of the first moment: where it lies, and its checksums."""
 
     extent: Extent
@@ -62,8 +62,8 @@ class ToldGradients:
 
     def __init__(
         self,
-        before: Moment,
-        behind: Moment,
+        before: MomentHome,
+        behind: MomentHome,
         of: Mapping[int, kernels.ToldGradient],
         ledger: Ledger,
         counts: Counter[str],
@@ -96,7 +96,7 @@ class ToldGradients:
         self._replaced = True
 
     @property
-    def moments(self) -> tuple[Moment, Moment]:
+    def moments(self) -> tuple[MomentHome, MomentHome]:
         """Where the moment before the update is now, and that behind it. A twin has turned to its other sides
         with the update, and the other sides are those that it had before.
         """
@@ -173,7 +173,7 @@ class RecoverPass(Pass):
         was_written = before.hashes[start // self.record.span("m")] != 0
         return ("m", _BEHIND) if was_written else (_BEHIND,), (TARGET,)
 
-    def _moment(self, name: str) -> Moment:
+    def _moment(self, name: str) -> MomentHome:
         before, behind = self._moments
         return behind if name == _BEHIND else before
 

@@ -14,7 +14,14 @@ from infinity.kernels import EXCEPTION_NBYTES, ToldGradient
 from infinity.lane.ahead import AheadPass
 from infinity.lane.lane import StreamLane
 from infinity.lane.passes import ReadPass, SpillPart
-from infinity.lane.told import UNTOLD, Moment, RecoverPass, SpillUntoldPass, ToldGradients, most_exceptions
+from infinity.lane.told import (
+    UNTOLD,
+    MomentHome,
+    RecoverPass,
+    SpillUntoldPass,
+    ToldGradients,
+    most_exceptions,
+)
 from infinity.storage.memory import Ledger, Pool
 from two_generations import NUMELS, TILE, Setup
 
@@ -34,7 +41,7 @@ class Told(Setup):
             for index, numel in enumerate(NUMELS)
             if index in of
         }
-        moments = Moment(*self.record.home("m")), Moment(*fields.home("m"))
+        moments = MomentHome(*self.record.home("m")), MomentHome(*fields.home("m"))
         gradients = ToldGradients(*moments, told, self.ledger, self.counts)
         parts = {index: SpillPart(self.gradients[index]) for index in of}
         self.lane.submit(AheadPass(self.unit, CpuDevice(), TILE, updates, fields, gradients))
