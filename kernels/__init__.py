@@ -21,6 +21,7 @@ from infinity.kernels.blocks import (
 )
 from infinity.kernels.checksums import STRETCH_NUMEL, Checksums, Field
 from infinity.kernels.library import UnsupportedIsaError, bind_threads, isa, set_isa, set_threads, threads
+from infinity.kernels.moves import encode_moves, move
 from infinity.kernels.openmp import SleepingThreads, sleep
 from infinity.kernels.operations import (
     MOST_ROWS,
@@ -99,10 +100,12 @@ __all__ = [
     "dequantize",
     "dequantize4",
     "encode",
+    "encode_moves",
     "fields_of_moments",
     "isa",
     "join",
     "lion",
+    "move",
     "multiplies_bf16",
     "narrow",
     "narrow_f16",

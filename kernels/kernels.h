@@ -413,6 +413,14 @@ int infinity_product_bf16(size_t k, size_t m, size_t n, const uint16_t *left, si
  */
 void infinity_rewrite(size_t n, const uint16_t *new_hi, uint16_t *hi, int16_t *lo);
 
+/* [Note: moves] By how much the bits of n 16-bit weights have grown, as an int8 each; -128 stands for more than
+ * 127, up or down, and the weights of which that is so follow behind the n codes, in their order.  Returns the
+ * bytes, or 0 if they are more than most; then nothing is to be made of the codes.  The second undoes it: weights
+ * that are as before become those behind.  On the calling thread alone. */
+size_t infinity_encode_moves(size_t n, const uint16_t *before, const uint16_t *behind, size_t most,
+                             uint8_t *codes);
+void infinity_move(size_t n, const uint8_t *codes, uint16_t *weights);
+
 /* memcpy of n_bytes over the pool; the ranges must not overlap. */
 void infinity_copy(size_t n_bytes, void *dst, const void *src);
 

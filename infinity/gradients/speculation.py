@@ -32,6 +32,7 @@ from infinity.gradients.gradient import Form, Gradient
 from infinity.gradients.unkept import UnkeptGradients
 from infinity.lane.ahead import AheadPass
 from infinity.lane.lane import StreamLane
+from infinity.lane.moving import MoveHiPass
 from infinity.lane.outgoing import Lease, OutgoingShare, end_all
 from infinity.lane.told import ToldGradients
 from infinity.planning.speculation import SpeculationHistory
@@ -88,6 +89,7 @@ class _Ahead:
         self._fields, self._spare, self._lease = fields, spare, lease
         self._told = None if told is None else weakref.ref(told)
         self._written = self._confirmed = self._replaced = False
+        self._move: MoveHiPass | None = None
 
     @property
     def may_replace(self) -> bool:
@@ -100,10 +102,22 @@ class _Ahead:
         self._written = True
         self._replace()
 
+    def queue_move(self, lane: StreamLane) -> None:
+        """Queue the pass that moves `hi` when it is confirmed, which is to follow. Idempotent. Under the
+        lane's lock.
+        """
+        moves, record = self._fields.moves, self._fields.record
+        if moves is None or self._confirmed or (self._move in lane.unfinished(record)):
+            return
+        self._move = MoveHiPass(moves, record.tile_numel)
+        lane.submit(self._move)
+
     def confirm(self) -> None:
         """Let it take the place of the record's fields, as soon as it is written. Idempotent. Under the
         lane's lock.
         """
+        if self._fields.moves is not None:
+            self._fields.moves.decide()
         self._confirmed = True
         self._fields.stop_watching()
         self._replace()
@@ -389,7 +403,9 @@ class Speculation:
         pending no more. Return how many units' updates were confirmed, and dropped.
         """
         confirmed = dropped = 0
-        for unit, one in list(self._of.items()):
+        for unit, one in sorted(
+            self._of.items(), key=lambda made: made[0].index
+        ):  # as the forward needs them
             maker = one.optimizer()
             if maker is not optimizer and maker is not None:
                 continue
@@ -445,6 +461,7 @@ class Speculation:
 
     def _count(self, unit: Unit, one: _Speculated) -> None:
         """Let what was made stand for what is pending. Idempotent. Under the lane's lock."""
+        one.ahead.queue_move(self._lane)
         unit.pending.clear()
         one.ahead.confirm()
         self._of.pop(unit, None)

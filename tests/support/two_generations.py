@@ -37,7 +37,7 @@ class Setup:
         self.gradients = [torch.randn(numel, generator=generator).bfloat16() for numel in NUMELS]
         self.run(WritePass(self.record, TILE, {n: {"master": one.float()} for n, one in enumerate(start)}))
         self.unit = Unit(0, [nn.Parameter(one) for one in start], self.record)
-        self.steps = 0
+        self.steps, self.lr = 0, 0.01
 
     def run(self, job):
         self.lane.submit(job)
@@ -45,7 +45,7 @@ class Setup:
 
     def updates(self):
         self.steps += 1
-        scalars = AdamWScalars(0.01, 0.9, 0.99, 1e-8, 0.1, self.steps)
+        scalars = AdamWScalars(self.lr, 0.9, 0.99, 1e-8, 0.1, self.steps)
         return {
             index: Update(scalars, one, None, state_key(0, index, self.steps))
             for index, one in enumerate(self.gradients)
