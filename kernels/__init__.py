@@ -21,6 +21,7 @@ from infinity.kernels.blocks import (
 )
 from infinity.kernels.checksums import STRETCH_NUMEL, Checksums, Field
 from infinity.kernels.library import UnsupportedIsaError, bind_threads, isa, set_isa, set_threads, threads
+from infinity.kernels.moves import encode_moves, move
 from infinity.kernels.openmp import SleepingThreads, sleep
 from infinity.kernels.operations import (
     MOST_ROWS,
@@ -59,10 +60,13 @@ from infinity.kernels.small import (
     quantize4,
     small_step,
 )
+from infinity.kernels.told import EXCEPTION_NBYTES, MOST_TOLD, ToldGradient
 
 __all__ = [
     "CODE_BLOCK",
+    "EXCEPTION_NBYTES",
     "MOST_ROWS",
+    "MOST_TOLD",
     "STATE_BLOCK",
     "STRETCH_NUMEL",
     "AdagradScalars",
@@ -78,6 +82,7 @@ __all__ = [
     "SleepingThreads",
     "SmallRecipe",
     "Strided",
+    "ToldGradient",
     "UnsupportedIsaError",
     "Weights",
     "accumulate",
@@ -95,10 +100,12 @@ __all__ = [
     "dequantize",
     "dequantize4",
     "encode",
+    "encode_moves",
     "fields_of_moments",
     "isa",
     "join",
     "lion",
+    "move",
     "multiplies_bf16",
     "narrow",
     "narrow_f16",

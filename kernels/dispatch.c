@@ -45,6 +45,7 @@
      widen_4bit_##isa, \
      narrow_half_##isa, \
      accumulate_half_##isa, \
+     recover_##isa, \
      adamw16, \
      adamw8}
 

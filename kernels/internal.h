@@ -129,6 +129,9 @@ struct isa {
                        float *restrict f32);
     void (*narrow_half)(size_t n, const float *restrict f32, uint16_t *restrict f16);
     void (*accumulate_half)(size_t n, float *restrict acc, const uint16_t *restrict grad);
+    /* [Note: told gradients], exceptions apart. */
+    void (*recover)(size_t n, const float *restrict before, const float *restrict behind,
+                    const struct infinity_told *s, uint16_t *restrict grad);
     /* The whole step on one or more whole blocks of STATE_BLOCK elements; NULL if it is composed of
      * the functions above.  grad: fp32 or bf16; first: even. */
     void (*adamw16)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, uint16_t *restrict m,
@@ -213,7 +216,9 @@ const struct isa *current_isa(void);
                           const uint8_t *restrict codes, const float *restrict scales, \
                           float *restrict f32); \
     void narrow_half_##isa(size_t n, const float *restrict f32, uint16_t *restrict f16); \
-    void accumulate_half_##isa(size_t n, float *restrict acc, const uint16_t *restrict grad);
+    void accumulate_half_##isa(size_t n, float *restrict acc, const uint16_t *restrict grad); \
+    void recover_##isa(size_t n, const float *restrict before, const float *restrict behind, \
+                       const struct infinity_told *s, uint16_t *restrict grad);
 
 DECLARE_KERNELS(scalar)
 #ifdef INFINITY_X86

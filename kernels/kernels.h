@@ -126,6 +126,17 @@
  * stretches are numbered from 0.  Each line is invertible, so a change of one stretch that changes its
  * xxh3 changes the sum.  Stretches can be summed in any order, by many threads, each while a kernel
  * that works on it has it in the cache.
+ *
+ * [Note: told gradients]
+ * A step of adamw moves m by (1 - beta1) of what g differs from it, so that m before and behind the step tells
+ * g, and with it a bf16 gradient, whose 8 bits of mantissa are far fewer than the 24 that m has:
+ *   g    = m_before + (m_behind - m_before) * (1 / (1 - beta1))
+ *   g    = 0                                        where |g| < |m_before| * noise
+ *   grad = bf16(g * (1 / clip))                     to nearest, ties to even; every NaN becomes 0x7FC0
+ * Each operation is rounded by itself, and denormals are not flushed, so the bits are always the same.  noise is a
+ * little more than what the roundings of a step with a gradient of zero leave: 2^-24 (1 / (1 - beta1) + 6).
+ * What that does not give the bits of, -0, NaNs of other bits, and values that are tiny beside m, is an
+ * exception: infinity_adamw_told, which makes the step, finds these by making the comparison.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -220,6 +231,28 @@ void infinity_adamw_bf16(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v
 void infinity_adamw_f32(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v, const float *grad,
                         const struct infinity_adamw *scalars, size_t n_fields,
                         struct infinity_field *fields);
+
+/* [Note: told gradients] The scalars, each rounded to fp32, and the elements that are exceptions, with the bits
+ * of their gradients, in any order: at most limit of the count that there are. */
+struct infinity_told {
+    float inverse_weight; /* 1 / (1 - beta1) */
+    float inverse_clip;   /* 1 / clip */
+    float noise;
+    uint64_t limit;
+    uint64_t count;
+    uint32_t *index;
+    uint16_t *bits;
+};
+
+/* infinity_adamw_bf16, which adds exceptions to told.  first: the number of the first element. */
+void infinity_adamw_told(size_t n, uint16_t *hi, int16_t *lo, float *m, float *v,
+                         const uint16_t *grad, const struct infinity_adamw *scalars,
+                         struct infinity_told *told, uint64_t first, size_t n_fields,
+                         struct infinity_field *fields);
+
+/* The gradients of n elements from m before and behind that step. */
+void infinity_recover(size_t n, const float *before, const float *behind,
+                      const struct infinity_told *told, uint64_t first, uint16_t *grad);
 
 /* What a step on small moments works on: [Note: small moments].  weights: 0: hi, with lo as the master;
  * 1: fp16, with fp32 masters; 2: fp32, their own masters (NULL).  bits: of each moment, 16, 8 or 4.  m and
@@ -379,6 +412,14 @@ int infinity_product_bf16(size_t k, size_t m, size_t n, const uint16_t *left, si
 /* Applies a user's edit of the 16-bit weights: where new_hi differs from hi, hi = new_hi and lo = 0.
  */
 void infinity_rewrite(size_t n, const uint16_t *new_hi, uint16_t *hi, int16_t *lo);
+
+/* [Note: moves] By how much the bits of n 16-bit weights have grown, as an int8 each; -128 stands for more than
+ * 127, up or down, and the weights of which that is so follow behind the n codes, in their order.  Returns the
+ * bytes, or 0 if they are more than most; then nothing is to be made of the codes.  The second undoes it: weights
+ * that are as before become those behind.  On the calling thread alone. */
+size_t infinity_encode_moves(size_t n, const uint16_t *before, const uint16_t *behind, size_t most,
+                             uint8_t *codes);
+void infinity_move(size_t n, const uint8_t *codes, uint16_t *weights);
 
 /* memcpy of n_bytes over the pool; the ranges must not overlap. */
 void infinity_copy(size_t n_bytes, void *dst, const void *src);

@@ -204,7 +204,7 @@ class Engine:
         return Arrivals(self.units, self.parameters.unit_of, self.hooks, *parts)
 
     def _open_speculation(self) -> Speculation:
-        parts = self.lane, self.device, self.residency, self.store, self.outgoing_share
+        parts = self.lane, self.device, self.residency, self.store, self.outgoing_share, self.gradients.unkept
         return Speculation(*parts, why_never(self.ranks.size, self.config.stage))
 
     def _open_parts(self, copies: CopyHolders | None) -> PartitionedBoundaries | None:

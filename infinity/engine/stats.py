@@ -142,7 +142,7 @@ class Stats:
     """What blocks keep by Config(activation_memory=...), and why; empty without it."""
     speculated: dict[str, int] = field(default_factory=dict, metadata=_TOTAL)
     """Updates of units that were made before step() had decided them: "confirmed" or "dropped" by it; and, by
-    the reason, how often one could not be made while they were.
+    the reason, how often one could not be made while they were, or was with gradients that had to be kept.
     """
     updates: str = ""
     """Which units have their updates in the backward by update="auto", and how busy the disk is then; empty

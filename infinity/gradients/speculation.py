@@ -29,9 +29,12 @@ from infinity.device.device import Device
 from infinity.errors import UnsupportedError
 from infinity.gradients.grad_tensor import OffloadedGradient
 from infinity.gradients.gradient import Form, Gradient
+from infinity.gradients.unkept import UnkeptGradients
 from infinity.lane.ahead import AheadPass
 from infinity.lane.lane import StreamLane
+from infinity.lane.moving import MoveHiPass
 from infinity.lane.outgoing import Lease, OutgoingShare, end_all
+from infinity.lane.told import ToldGradients
 from infinity.planning.speculation import SpeculationHistory
 from infinity.records.next_fields import NextFields
 from infinity.records.record import Record
@@ -80,9 +83,13 @@ class _Made(NamedTuple):
 class _Ahead:
     """One unit's updates that were made ahead. It leads to nothing but the record: a pass keeps it."""
 
-    def __init__(self, fields: NextFields, spare: dict[str, Extent], lease: Lease | None) -> None:
+    def __init__(
+        self, fields: NextFields, spare: dict[str, Extent], lease: Lease | None, told: ToldGradients | None
+    ) -> None:
         self._fields, self._spare, self._lease = fields, spare, lease
+        self._told = None if told is None else weakref.ref(told)
         self._written = self._confirmed = self._replaced = False
+        self._move: MoveHiPass | None = None
 
     @property
     def may_replace(self) -> bool:
@@ -95,10 +102,22 @@ class _Ahead:
         self._written = True
         self._replace()
 
+    def queue_move(self, lane: StreamLane) -> None:
+        """Queue the pass that moves `hi` when it is confirmed, which is to follow. Idempotent. Under the
+        lane's lock.
+        """
+        moves, record = self._fields.moves, self._fields.record
+        if moves is None or self._confirmed or (self._move in lane.unfinished(record)):
+            return
+        self._move = MoveHiPass(moves, record.tile_numel)
+        lane.submit(self._move)
+
     def confirm(self) -> None:
         """Let it take the place of the record's fields, as soon as it is written. Idempotent. Under the
         lane's lock.
         """
+        if self._fields.moves is not None:
+            self._fields.moves.decide()
         self._confirmed = True
         self._fields.stop_watching()
         self._replace()
@@ -106,6 +125,9 @@ class _Ahead:
     def _replace(self) -> None:
         if self._written and self._confirmed and not self._replaced:
             self._spare.update(self._fields.replace())
+            told = None if self._told is None else self._told()
+            if told is not None:
+                told.was_replaced()
             self._replaced = True
 
     def drop(self) -> None:
@@ -146,10 +168,12 @@ class Speculation:
         residency: UnitResidency,
         store: Store,
         outgoing_share: OutgoingShare,
+        unkept: UnkeptGradients,
         never: str,
     ) -> None:
         """Make none so far. store: that of the records. outgoing_share: has room for units whose memory is
-        lent to passes. never: why none can be made, in words; empty if some can.
+        lent to passes. unkept: knows which gradients need not be kept. never: why none can be made, in words;
+        empty if some can.
         """
         self.never = never or ("there is no NVMe" if isinstance(store, HostStore) else "")
         self.confirmed = self.dropped = 0
@@ -158,7 +182,7 @@ class Speculation:
         """How often a unit's updates could not be made ahead, by the reason."""
         self._lane, self._device = lane, device
         self._residency, self._store = residency, store
-        self._outgoing_share = outgoing_share
+        self._outgoing_share, self._unkept = outgoing_share, unkept
         self._spare: dict[Unit, dict[str, Extent]] = {}
         self._of: dict[Unit, _Speculated] = {}
         self._ends = False
@@ -166,8 +190,11 @@ class Speculation:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many units' updates were confirmed, dropped, or could not be made, by the reason."""
-        return {"confirmed": self.confirmed, "dropped": self.dropped, **self.refused}
+        """How many units' updates were confirmed, dropped, or could not be made, by the reason, or were made
+        with gradients that had to be kept.
+        """
+        refused = {**self.refused, **self._unkept.refused}
+        return {"confirmed": self.confirmed, "dropped": self.dropped, **refused}
 
     @property
     def nbytes(self) -> int:
@@ -249,8 +276,9 @@ class Speculation:
         )  # a Ctrl-C may end its wait
         self._spare[unit] = {}
         fields = NextFields(unit.record, extents)
-        ahead = _Ahead(fields, self._spare[unit], lease)
-        job = AheadPass(unit, self._device, unit.record.tile_numel, updates, fields)
+        unkept = self._unkept.prepare(unit, fields, gradients, updates, optimizer.speculation)
+        ahead = _Ahead(fields, self._spare[unit], lease, unkept)
+        job = AheadPass(unit, self._device, unit.record.tile_numel, updates, fields, unkept)
         job.call_when_done(ahead.was_written)
         told = {
             one.index: _Made(
@@ -270,6 +298,7 @@ class Speculation:
                 self._lane.submit(job)
         except BaseException:  # interrupted: nobody knows whether it is queued
             residence.withdraw(job)
+            self._unkept.forget(unit)
             del self._of[unit]
             ahead.withdraw()
             raise
@@ -290,6 +319,7 @@ class Speculation:
         one = self._of[unit]
         if unit.residence.withdraw(one.job):
             self.refused["it is in use after its backward"] += 1
+            self._unkept.forget(unit)
             del self._of[unit]
             one.ahead.withdraw()
         else:
@@ -373,7 +403,9 @@ class Speculation:
         pending no more. Return how many units' updates were confirmed, and dropped.
         """
         confirmed = dropped = 0
-        for unit, one in list(self._of.items()):
+        for unit, one in sorted(
+            self._of.items(), key=lambda made: made[0].index
+        ):  # as the forward needs them
             maker = one.optimizer()
             if maker is not optimizer and maker is not None:
                 continue
@@ -391,6 +423,7 @@ class Speculation:
 
     def _free_spare(self) -> None:
         """Free all extents that no update is being made in, so that others have the room."""
+        self._unkept.write_all()
         self._lane.drain()  # those that were dropped may still be written to, and confirmed ones leave some
         for spare in self._spare.values():
             while spare:
@@ -415,6 +448,7 @@ class Speculation:
             return one.job.done or one.job in self._lane.unfinished(unit.record)
 
     def _confirm(self, unit: Unit, one: _Speculated) -> None:
+        self._unkept.settle(unit)
         residence = unit.residence
         if residence.lent is None and residence.fetch is not None:
             self._residency.evict(unit)  # its values are those before the update
@@ -427,11 +461,13 @@ class Speculation:
 
     def _count(self, unit: Unit, one: _Speculated) -> None:
         """Let what was made stand for what is pending. Idempotent. Under the lane's lock."""
+        one.ahead.queue_move(self._lane)
         unit.pending.clear()
         one.ahead.confirm()
         self._of.pop(unit, None)
 
     def _drop(self, unit: Unit) -> None:
+        self._unkept.write(unit)  # while both generations are there
         one = self._of.pop(unit, None)
         if one is not None:
             self.dropped += 1

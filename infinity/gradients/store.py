@@ -24,9 +24,11 @@ from infinity.gradients.on_device import GradientsOnDevice
 from infinity.gradients.one_bit import Momenta
 from infinity.gradients.reduction import Reducers, Reduction
 from infinity.gradients.spilling import Outbound, plan_spill
+from infinity.gradients.unkept import UnkeptGradients
 from infinity.lane.lane import StreamLane
 from infinity.lane.outgoing import Lease, OutgoingShare, end_all
 from infinity.lane.passes import ReadPass, SpillPart, SpillPass
+from infinity.lane.told import TARGET, SpillUntoldPass, ToldGradients
 from infinity.planning.budget import Budget
 from infinity.ranks.group import Ranks
 from infinity.records.record import Record
@@ -96,6 +98,8 @@ class GradientStore:
         self._outgoing: defaultdict[Unit, dict[int, Gradient]] = defaultdict(dict)
         self.on_device = GradientsOnDevice(device, residency, self._outgoing, self._comes_down)
         """Those that stay on an accelerator."""
+        self.unkept = UnkeptGradients(lane, device, kept)
+        """Those that moments tell."""
         self._received: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._charged_nbytes = 0
 
@@ -312,7 +316,10 @@ class GradientStore:
         """Keep a gradient, or let it wait on its way out. own: in a copy, which is made when it is paid for:
         computing waits for that with one of it in memory, not two.
         """
-        if keep and not self.rests(gradient.unit) and gradient.charge(tensor.nbytes):
+        unit = gradient.unit
+        told = not gradient.additions and self.unkept.expects(unit)
+        stays = keep and not told and not self.rests(unit)
+        if stays and gradient.charge(tensor.nbytes):
             gradient.keep(self._own(tensor) if own else tensor)
             return
         gradient.charge(0)
@@ -346,18 +353,19 @@ class GradientStore:
 
     def settle(self, unit: Unit) -> None:
         """Keep a complete unit's outgoing gradients: in host memory as far as they fit now, the others in
-        the record.
+        the record, unless moments tell them.
         """
+        told = self.unkept.prepared(unit)
         self.on_device.wait_no_more(unit)
         for index, gradient in self.outgoing_of(unit).items():
             if gradient.form is Form.OUTGOING and gradient.square_sum is None and gradient.arriving.done:
                 gradient.measure(gradient.in_memory)
-            if self.rests(unit) or gradient.form is not Form.OUTGOING:
+            if told is not None or self.rests(unit) or gradient.form is not Form.OUTGOING:
                 continue
             if gradient.charge(gradient.in_memory.nbytes):
                 del self._outgoing[unit][index]
                 gradient.keep(gradient.in_memory)
-        self.spill(unit)
+        self.spill(unit, told)
 
     def apply(self, unit: Unit, gradients: Sequence[Gradient], decide: Callable[[Gradient], Update]) -> None:
         """Use up a unit's gradients in an update now, in the backward. decide: says what the optimizer makes
@@ -402,13 +410,14 @@ class GradientStore:
         self._device.arrived(unit.flat)  # it may have been fetched for a later use, and not been used yet
         return self._device.download_part(unit.flat, part)
 
-    def spill(self, unit: Unit) -> None:
-        """Write a unit's outgoing gradients to its record."""
+    def spill(self, unit: Unit, told: ToldGradients | None = None) -> None:
+        """Write a unit's outgoing gradients to its record. told: may tell them, so that they need not be."""
         self.on_device.wait_no_more(unit)
         if not self.outgoing_of(unit):
             return
         if any(update.field for update in unit.pending.values()):
             self._residency.flush(unit)  # pending updates read the gradients that are stored now
+        self.unkept.write(unit)  # to the place that is to be read, or written
         outgoing = self._outgoing.pop(unit)
         stored = {index: one for index, one in self._in_record[unit].items() if one.form is Form.SPILLED}
         plan = plan_spill(
@@ -433,7 +442,11 @@ class GradientStore:
             self._make_space(unit, plan.target)
         carried = {index: stored[index] for index in plan.carried}
         record = unit.record
-        job = SpillPass(record, record.tile_numel, parts, set(carried), plan.source, plan.target)
+        told = told if plan.target == TARGET and not stored else None
+        if told is None or any(one.measure for one in parts.values()) or not told.of.keys() >= parts.keys():
+            job = SpillPass(record, record.tile_numel, parts, set(carried), plan.source, plan.target)
+        else:
+            job = SpillUntoldPass(record, record.tile_numel, parts, told)
         leases = []
         for index, gradient in (*outgoing.items(), *carried.items()):
             leases.append(gradient.spill(plan.target))
@@ -442,6 +455,8 @@ class GradientStore:
                 gradient.measured_by(parts[index].square_sum, job)
         job.give_parts_to(partial(_let_go, leases))
         try:
+            if told is not None and isinstance(job, SpillUntoldPass):
+                self.unkept.leave(unit, told, outgoing)
             self._lane.submit(job)
         except BaseException as error:  # interrupted: nothing else refers to these gradients
             self._lane.fail(error)
@@ -519,6 +534,7 @@ class GradientStore:
 
     def _read(self, gradient: Gradient) -> torch.Tensor:
         """Return what this rank has of a spilled gradient."""
+        self.unkept.write(gradient.unit, read=True)
         record = gradient.unit.record
         dtype = torch.float32 if gradient.field == "grad32" else compute_dtype(record.schema)
         values = torch.empty(record.shard.segments[gradient.index].numel, dtype=dtype, device="cpu")

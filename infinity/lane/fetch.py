@@ -441,10 +441,14 @@ class _UpdatingPass(_UnitPass):
             _miss(step, piece, state, (*update.missed, (update.scalars, update.key)))
             return
         _miss(step, piece, state, update.missed)
-        step(
-            UpdateSpan(piece.numel, state, *given, update.key, piece.element, self.checksums), update.scalars
-        )
+        told = self.told_gradient(piece.index)
+        span = UpdateSpan(piece.numel, state, *given, update.key, piece.element, self.checksums, told)
+        step(span, update.scalars)
         _miss(step, piece, state, update.after)
+
+    def told_gradient(self, index: int) -> kernels.ToldGradient | None:
+        """Return what the step of a parameter tells of its gradient, where it is to; see told."""
+        return None
 
     def _gradient(
         self, update: Update, piece: TilePiece, start: int, addresses: dict[str, int]

@@ -407,7 +407,7 @@ class OffloadedOptimizer(NotingMissed, TakingTurns, Tracking, Optimizer):  # typ
     ) -> Update:
         field = gradient.field if gradient.form is Form.SPILLED else None
         tensor = gradient.tensor if field is None else None
-        holder = None if tensor is None else gradient
+        holder = place.engine.gradients.unkept.teller(gradient) if tensor is None else gradient
         there = field is None and gradient.on_device
         scalars, key = decided
         return Update(scalars, tensor, field, key, gradient.arriving, missed, recipe, holder, there)

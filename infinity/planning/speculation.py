@@ -59,6 +59,11 @@ class SpeculationHistory:
         return self._forced is True
 
     @property
+    def is_likely(self) -> bool:
+        """Whether the last steps were as expected more often than not: to undo is rare."""
+        return self._likely >= _ENDS
+
+    @property
     def scale(self) -> float:
         """The factor on the gradients that is expected."""
         for scale, times in Counter(self._scales).most_common(1):

@@ -11,10 +11,10 @@ then neither has less to spare than the other.
 Which units these are matters little, as long as each half has updates all along: they are the first of an
 order of which every beginning is spread evenly (`spread`).
 
-Of updates that are made ahead of their decision (`ahead`) the same is decided, but they cost more: `hi` is
-written to NVMe, and read from there in the forward, also where it is placed in host memory, which keeps the
-old values until then; and a gradient that finds no room is written in any case. An update that is not made
-ahead moves less by that. So those come last in the order whose `hi` is placed.
+Of updates that are made ahead of their decision (`ahead`) the same is decided, but they cost more: of a
+`hi` that is placed in host memory, which keeps the old values until then, half as many bytes are written to
+NVMe, and read from there in the forward. An update that is not made ahead moves less by that; what it moves
+more where a gradient finds no room is not counted. So those come last in the order whose `hi` is placed.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def split_updates(
     for count, unit in enumerate(order, 1):
         work_s, disk_s, spills_s = _costs(units[unit], rates)
         if ahead:
-            again_s = (units[unit].computing_nbytes - units[unit].hi_nbytes) / rates.disk.mixed
+            again_s = 0.5 * (units[unit].computing_nbytes - units[unit].hi_nbytes) / rates.disk.mixed
             forward = found[-1].forward.with_more(-work_s, again_s - disk_s - spills_s[0])
             backward = found[-1].backward.with_more(work_s, again_s + disk_s)
         else:

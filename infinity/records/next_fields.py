@@ -11,7 +11,8 @@ In a durable run they are the other sides of the twins that the fields lie in, s
 the twins turn to them.
 
 A field that lies in host memory is written to NVMe as well. When it is replaced, its place in host memory
-becomes its target, so that it comes back there with the next pass that reads it; see Record.targets.
+becomes its target, so that it comes back there with the next pass that reads it; see Record.targets. Of a
+bf16 `hi` there, what is written is how far it moves, and it stays: see [Note: moves of hi].
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 
 from infinity.records.checksums import TileChecksums
+from infinity.records.hi_moves import HiMoves
 from infinity.records.record import Record
 from infinity.storage.generations import OtherSides
 from infinity.storage.store import Extent, Transfer
@@ -37,6 +39,8 @@ class NextFields:
         self._hashes: dict[str, array[int]] = {name: record.new_hashes(name) for name in extents}
         self._homes: dict[str, tuple[Extent, array[int]]] = {}
         """What has taken the place of the record's fields, or is about to."""
+        self.moves = HiMoves(record, extents["hi"]) if HiMoves.can_tell(record) else None
+        """How `hi` moves, in the place of its field; None where it is written as others are."""
         record.watchers.add(self._spoil)
 
     def _spoil(self) -> None:
@@ -57,6 +61,14 @@ class NextFields:
         kept = {name: self._hashes[name] for name in writes}
         return self.record.checksums_kept_in(start, stop, at, reads, kept)
 
+    def write_whole(self) -> None:
+        """Write `hi` as other fields are, since it does not lie in host memory any more. Before anything is
+        written.
+        """
+        if self.moves is not None:
+            self.moves.leave()
+            self.moves = None
+
     def stop_watching(self) -> None:
         """Be told no more of changes of the record: it is decided what becomes of these fields."""
         self.record.watchers.discard(self._spoil)
@@ -73,13 +85,18 @@ class NextFields:
     def replace(self) -> dict[str, Extent]:
         """Take the place of the record's fields; return the extents on NVMe that are free for others. Called
         under the lane's lock, when the pass that writes them has worked on all of it; again where a Ctrl-C
-        has ended it.
+        has ended it. The place of moves is free when the pass that reads them, queued then, is over.
         """
         for name, extent in self._extents.items():
-            if name not in self._homes:
+            if name not in self._homes and not (self.moves and name == "hi"):
                 self._homes[name] = _turned(extent), self._hashes[name]
         left = self.record.exchange(self._homes)
-        return {name: extent for name, extent in left.items() if extent != self._homes[name][0]}
+        free = {name: extent for name, extent in left.items() if extent != self._homes[name][0]}
+        return free if self.moves is None else {"hi": self._extents["hi"], **free}
+
+    def home(self, name: str) -> tuple[Extent, array[int]]:
+        """Return what a field is written to, and its checksums."""
+        return self._extents[name], self._hashes[name]
 
     def drop(self) -> dict[str, Extent]:
         """Never take that place; return the extents, to which a pass may still be writing."""

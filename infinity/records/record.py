@@ -449,11 +449,13 @@ class Record:
         urgent: bool = False,
         more: bool = False,
         window: tuple[int, int] = (0, 0),
+        extent: Extent | None = None,
     ) -> Transfer:
         """Start to read elements [start, stop) of a field, whole spans, to `address`. The caller compares
-        their `checksums` when the transfer has ended. urgent, more, window: see Request.
+        their `checksums` when the transfer has ended. urgent, more, window: see Request. extent: another one
+        than the field lies in.
         """
-        extent, nbytes = self._extents[name], self._cuts.nbytes(name, stop - start)
+        extent, nbytes = extent or self._extents[name], self._cuts.nbytes(name, stop - start)
         disk = self._disk(extent, name)
         what, offset, moved = f"{self.name}.{name}", self._cuts.offset(name, start), nbytes
         if isinstance(disk, CheckpointStore):
@@ -476,14 +478,7 @@ class Record:
         return self.write_at(self._extents[name], name, start, stop, address, owner, more=more)
 
     def write_to(
-        self,
-        extent: Extent,
-        hashes: array[int],
-        name: str,
-        start: int,
-        stop: int,
-        address: int,
-        owner: object,
+        self, extent: Extent, hashes: array[int], name: str, start: int, stop: int, at: int, owner: object
     ) -> Transfer:
         """Start to write those spans of a field in memory that end within elements [start, stop) to an
         extent, and put their checksums into `hashes`; to one in host memory they are copied at once.
@@ -492,13 +487,13 @@ class Record:
         first, last = start // span * span, stop if stop == self.shard.numel else stop // span * span
         if first >= last:
             return DONE
-        address -= self._cuts.offset(name, start) - self._cuts.offset(name, first)
-        self.checksums_kept_in(first, last, {name: address}, (), {name: hashes}).keep()
+        at -= self._cuts.offset(name, start) - self._cuts.offset(name, first)
+        self.checksums_kept_in(first, last, {name: at}, (), {name: hashes}).keep()
         if isinstance(extent.store, HostStore):
             nbytes = self.tile_nbytes(name, last - first)
-            kernels.copy(nbytes, extent.offset + self._cuts.offset(name, first), address)
+            kernels.copy(nbytes, extent.offset + self._cuts.offset(name, first), at)
             return DONE
-        return self.write_at(extent, name, first, last, address, owner)
+        return self.write_at(extent, name, first, last, at, owner)
 
     def write_at(
         self,
@@ -563,8 +558,9 @@ class Record:
         at: Mapping[str, int],
         reads: Sequence[str],
         writes: Mapping[str, array[int]],
+        compare: Callable[[str, int, int, int], None] | None = None,
     ) -> TileChecksums:
-        """As `checksums`; those of the fields that are to be written are kept in these arrays."""
+        """As `checksums`; those to be kept are kept in these arrays. compare: in the place of the method."""
         if not self._hashes_tiles:
             reads = ()
         elif self._has_tensors:  # what is updated on the device has no checksums
@@ -580,20 +576,24 @@ class Record:
                 if compared or hashes is not None:
                     parts.append(FieldTile(name, first // span, address, nbytes, compared, hashes))
                 address += nbytes  # spans are whole blocks, one behind the other
-        return TileChecksums(self.schema, parts, self.compare, taken=self._hashes_tiles)
+        return TileChecksums(self.schema, parts, compare or self.compare, taken=self._hashes_tiles)
 
-    def compare(self, name: str, tile: int, nbytes: int, found: int) -> None:
-        """Compare the checksum of a tile that was read with the one kept when it was written.
+    def compare(
+        self, name: str, tile: int, nbytes: int, found: int, home: tuple[Extent, array[int]] | None = None
+    ) -> None:
+        """Compare the checksum of a tile that was read with the one kept when it was written. home: where it
+        was read, if not where the field is.
 
         Raises: CorruptionError naming unit, field, file and offset.
         """
-        expected = self._hashes[name][tile]
+        extent, hashes = home or self.home(name)
+        expected = hashes[tile]
         if found == expected:
             return
         if expected == _UNSEEN and name == "hi" and self._in_files is not None:
             self._hashes[name][tile] = found
             return
-        extent, offset = self._extents[name], self._cuts.offset(name, tile * self.span(name))
+        offset = self._cuts.offset(name, tile * self.span(name))
         where = self._disk(extent, name).where(extent, offset)
         raise corruption(
             f"{self.name}.{name}", nbytes, where, found, expected, in_files=self._in_files is not None

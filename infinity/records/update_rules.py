@@ -44,6 +44,8 @@ class UpdateSpan(NamedTuple):
     """The parameter's element at which the part begins."""
     sums: kernels.Checksums | None = None
     """Checksums for the kernel to take; see Recipe.summing."""
+    told: kernels.ToldGradient | None = None
+    """Takes what the moments do not tell of the gradient, of a step of which they do: see `tells`."""
 
 
 Kernel = Callable[[UpdateSpan, Any], None]
@@ -130,6 +132,16 @@ def _over(call: Any, *names: str) -> Kernel:
         call(span.n, *fields, span.grad, span.dtype, scalars, span.sums)
 
     return step
+
+
+def _adamw(span: UpdateSpan, scalars: Any) -> None:
+    """Make the step of split masters and fp32 moments."""
+    hi, lo, m, v = (span.at[name] for name in ("hi", "lo", "m", "v"))
+    if span.told is not None:
+        span.told.adamw(span.n, (hi, lo, m, v), span.grad, scalars, span.first, span.sums)
+        return
+    call: Any = kernels.adamw
+    call(span.n, hi, lo, m, v, span.grad, span.dtype, scalars, span.sums)
 
 
 def _on_small(recipe: kernels.SmallRecipe, *states: str) -> dict[tuple[str, str], Kernel]:
@@ -219,7 +231,7 @@ def _without_momentum(span: UpdateSpan, scalars: Any) -> None:
 
 
 _ADAMW_KERNELS = {
-    ("bf16", "fp32"): _over(kernels.adamw, "hi", "lo", "m", "v"),
+    ("bf16", "fp32"): _adamw,
     ("fp16", "fp32"): _over(kernels.adamw_fp16, "hi", "master", "m", "v"),
     ("fp32", "fp32"): _over(kernels.adamw_fp32, "hi", "m", "v"),
     **_on_small("adamw", *_BOTH),
@@ -290,3 +302,8 @@ MUON = Recipe(
     {(dtype, "fp32"): moves(weights) for dtype, weights in WEIGHTS.items()},
     matrices=MUON_RULE,
 )
+
+
+def tells(recipe: Recipe, schema: RecordSchema) -> bool:
+    """Whether the moments around a step tell a bf16 gradient: see kernels.ToldGradient."""
+    return recipe is ADAMW and (schema.kept, schema.state_dtype) == ("bf16", "fp32")

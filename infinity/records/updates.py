@@ -30,7 +30,9 @@ class Update(NamedTuple):
     missed: tuple[tuple[Any, int], ...] = ()
     recipe: Recipe = ADAMW
     holder: object = None
-    """What the budget's bytes of `tensor` are charged to: p.grad may be gone before the update is applied."""
+    """What the budget's bytes of `tensor` are charged to, or what tells one that is to be in `field`:
+    p.grad may be gone before the update is applied.
+    """
     on_device: bool = False
     """Whether `tensor` is on the accelerator, as those of units that live there."""
     after: tuple[tuple[Any, int], ...] = ()

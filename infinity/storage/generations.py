@@ -10,7 +10,8 @@ write whole tiles, so ranges are tiles. Usually all of a twin's tiles are on one
 to say.
 
 An update that is not decided yet is written to the *other side* of a twin: of each range the one that is not
-live, where the last commit names those that are. Nobody reads it before the twin turns to it: `turn`.
+live, where the last commit names those that are. Before the twin turns to it, `turn`, only
+who recovers a gradient reads it: lane/told.py.
 
 A twin that has been freed keeps the ranges that commits name, and so may serve another field at once.
 """
@@ -273,6 +274,14 @@ class TwinStore:
             twin.live = tuple((stop, 1 - side) for stop, side in twin.live)
         return Extent(self, other.offset, other.nbytes)
 
+    def read_other(self, request: Request) -> Transfer:
+        """Begin to read from the sides that are not live: what was written to the other side, or, when the
+        twin has turned to that, what it had before.
+        """
+        twin, stop = self._twins[request.extent.offset], request.start + request.nbytes
+        parts = [(at, end, 1 - side) for at, end, side in among(twin.live, request.start, stop)]
+        return self._together(self.store.read, request, twin, parts)
+
     def write_other(self, request: Request) -> Transfer:
         """Begin to write to the sides that are not live, waiting for the running commit if needed."""
         twin, start, stop = self._twins[request.extent.offset], request.start, request.start + request.nbytes
@@ -358,8 +367,8 @@ class OtherSides:
         """Nothing: it stays with its twin."""
 
     def read(self, request: Request) -> Transfer:
-        """Never: it is not decided that they count."""
-        raise AssertionError(f"{request.what}: read from a side that is not live")
+        """See TwinStore.read_other."""
+        return self._twins.read_other(request)
 
     def write(self, request: Request) -> Transfer:
         """See TwinStore.write_other."""

@@ -97,12 +97,27 @@ def test_an_update_that_is_kept_from_the_queue_is_made_after_all(folder, monkeyp
     assert 0 < both.engine.speculation.nbytes <= 12 * sum(unit.record.shard.numel for unit in units)
 
 
-@pytest.mark.parametrize("durable", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("name", "late"), [("confirm", False), pytest.param("_replace", True, marks=pytest.mark.slow)]
+    ("name", "late", "memory", "durable"),
+    [
+        ("confirm", False, "1MiB", False),
+        ("queue_move", True, "2MiB", False),  # of hi in host memory
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                ("queue_move", False, "2MiB", False),
+                ("confirm", True, "2MiB", False),
+                ("confirm", False, "1MiB", True),
+                ("_replace", True, "1MiB", False),
+                ("_replace", True, "1MiB", True),
+            )
+        ),
+    ],
 )
-def test_an_update_whose_confirmation_is_interrupted_counts_once(folder, monkeypatch, name, late, durable):
-    both = Both(folder, durable=durable)
+def test_an_update_whose_confirmation_is_interrupted_counts_once(
+    folder, monkeypatch, name, late, memory, durable
+):
+    both = Both(folder, memory=memory, durable=durable)
     both.backward(0)
     both.decide()
     if durable:
@@ -111,10 +126,10 @@ def test_an_update_whose_confirmation_is_interrupted_counts_once(folder, monkeyp
     both.engine.lane.drain()
     real, left = getattr(speculation._Ahead, name), [2]
 
-    def strike(self):
+    def strike(self, *given):
         left[0] -= 1
         if late or left[0]:
-            real(self)
+            real(self, *given)
         if not left[0]:
             raise KeyboardInterrupt
 
@@ -128,3 +143,4 @@ def test_an_update_whose_confirmation_is_interrupted_counts_once(folder, monkeyp
     both.backward(2)
     both.decide()
     both.check()
+    assert memory == "1MiB" or both.engine.lane.passes["MoveHiPass"]

@@ -83,7 +83,7 @@ def test_bits_are_the_recipes_whether_norms_exceed_their_bound_or_not(
     assert not both.speculation.refused
 
 
-def test_confirmed_steps_move_26_bytes_a_parameter_and_28_where_gradients_find_no_room(folder):
+def test_confirmed_steps_move_26_bytes_a_parameter_also_where_gradients_find_no_room(folder):
     both = Both(folder, memory="1MiB", max_norm=NEVER)
     for number in range(3):
         both.step(number)
@@ -95,10 +95,8 @@ def test_confirmed_steps_move_26_bytes_a_parameter_and_28_where_gradients_find_n
     done = stats(both.model).since(before)
     numel = 3 * sum(unit.record.shard.numel for unit in engine_in(both.model).units)
     moved = (done.nvme_read_nbytes + done.nvme_written_nbytes) / numel
-    spilled = done.written_nbytes[("nvme", "grad16")] / numel
-    assert 1 < spilled < 2.1, "of two bytes"
-    assert ("nvme", "grad16") not in done.read_nbytes
-    assert moved - spilled <= 26.5
+    assert ("nvme", "grad16") not in {**done.read_nbytes, **done.written_nbytes}
+    assert moved <= 26.5
     assert done.passes["AheadPass"] == 3 * UNITS
     assert done.speculated == {"confirmed": 3 * UNITS, "dropped": 0}
     assert 10 * numel <= 3 * done.second_nbytes <= 12 * numel, (
@@ -130,7 +128,7 @@ def test_however_slow_the_lane_is_no_more_memory_is_lent_than_the_outgoing_share
     assert engine.outgoing_share.ledger.held_nbytes == 0
 
 
-def test_hi_comes_back_to_its_place_in_host_memory(folder):
+def test_hi_stays_in_its_place_in_host_memory_and_is_moved_there(folder):
     both = Both(folder, memory=HI_PINNED, max_norm=NEVER)
     for number in range(4):
         both.step(number)
@@ -139,7 +137,8 @@ def test_hi_comes_back_to_its_place_in_host_memory(folder):
     assert pinned
     held = engine.host_store.held_nbytes
     both.step(4)
-    assert all(one.record.in_host("hi") or "hi" in one.record.targets for one in pinned)
+    assert engine.lane.passes["MoveHiPass"]
+    assert all(one.record.in_host("hi") for one in pinned)
     both.backward(5)
     assert all(one.record.in_host("hi") for one in pinned)
     both.decide()

@@ -4,79 +4,13 @@ which makes the same update in place.
 
 import pytest
 import torch
-from torch import nn
 
-from fakes import FakeDisk
-from infinity.device.device import CpuDevice
 from infinity.errors import CorruptionError
-from infinity.kernels import AdamWScalars, state_key
-from infinity.lane.ahead import AheadPass
-from infinity.lane.fetch import UpdatePass
 from infinity.lane.lane import StreamLane
-from infinity.lane.passes import CheckPass, ReadPass, WritePass
-from infinity.planning.layout import RecordSchema, lay_out
-from infinity.records.next_fields import NextFields
-from infinity.records.record import Record, Traffic
-from infinity.records.updates import Update
-from infinity.storage.memory import Ledger, Pool, view
-from infinity.storage.store import HostStore
-from infinity.units.unit import Unit
-
-TILE = 4096
-NUMELS = [5000, 3, 9000]
-FIELDS = ("hi", "master", "m", "v")
-
-
-class Setup:
-    """A unit whose record lies on a faked disk, and a lane."""
-
-    def __init__(self, lane, schema="fp32"):
-        self.lane, self.disk, self.host = lane, FakeDisk(0), HostStore(Ledger(1 << 24))
-        self.traffic = Traffic()
-        shard = lay_out([(f"p{index}", (numel,)) for index, numel in enumerate(NUMELS)], TILE)
-        self.record = Record(shard, TILE, self.traffic, schema=RecordSchema(schema), name="layers.3")
-        for field in self.record.schema.fields:
-            self.record.add(field, self.disk)
-        generator = torch.Generator().manual_seed(0)
-        start = [torch.randn(numel, generator=generator).bfloat16() for numel in NUMELS]
-        self.gradients = [torch.randn(numel, generator=generator).bfloat16() for numel in NUMELS]
-        self.run(WritePass(self.record, TILE, {n: {"master": one.float()} for n, one in enumerate(start)}))
-        self.unit = Unit(0, [nn.Parameter(one) for one in start], self.record)
-        self.steps = 0
-
-    def run(self, job):
-        self.lane.submit(job)
-        self.lane.wait(job, finished=True)
-
-    def updates(self):
-        self.steps += 1
-        scalars = AdamWScalars(0.01, 0.9, 0.99, 1e-8, 0.1, self.steps)
-        return {
-            index: Update(scalars, one, None, state_key(0, index, self.steps))
-            for index, one in enumerate(self.gradients)
-        }
-
-    def update(self):
-        self.unit.pending.update(self.updates())
-        self.run(UpdatePass(self.unit, CpuDevice(), TILE))
-
-    def begin(self):
-        names = self.record.fields
-        return NextFields(
-            self.record, {name: self.disk.allocate(self.record.field_nbytes(name), name) for name in names}
-        )
-
-    def make(self, fields):
-        self.run(AheadPass(self.unit, CpuDevice(), TILE, self.updates(), fields))
-
-    def read(self):
-        found = []
-        for index, numel in enumerate(NUMELS):
-            into = {name: torch.empty(numel) for name in FIELDS[1:]}
-            into["hi"] = torch.empty(numel, dtype=torch.bfloat16)
-            self.run(ReadPass(self.record, index, TILE, into))
-            found += [into[name] for name in FIELDS]
-        return found
+from infinity.lane.moving import MoveHiPass
+from infinity.lane.passes import CheckPass, LeavePass, WritePass
+from infinity.storage.memory import Pool, view
+from two_generations import TILE, Setup
 
 
 def equal(found, expected):
@@ -116,21 +50,52 @@ def test_what_is_dropped_leaves_the_record_as_it_is(lane):
     assert equal(ours.read(), plain.read())
 
 
-def test_hi_in_host_memory_keeps_its_values_and_its_place(lane):
-    ours, plain = Setup(lane), Setup(lane)
+def with_hi_in_host(lane, *others):
+    """Return a setup whose `hi` lies in host memory, and where, beside others, all updated once."""
+    ours = Setup(lane)
     ours.record.targets["hi"] = place = ours.host.allocate(ours.record.field_nbytes("hi"), "hi")
-    for one in (ours, plain):
+    for one in (ours, *others):
         one.update()
     assert ours.record.in_host("hi")
+    return ours, place
+
+
+@pytest.mark.parametrize("lr", [1e-6, 100.0], ids=["a byte each", "as they are"])
+def test_hi_in_host_memory_keeps_its_place_and_is_moved_when_the_update_counts(lane, lr):
+    plain = Setup(lane)
+    ours, place = with_hi_in_host(lane, plain)
+    for _ in range(2):
+        for one in (ours, plain):
+            one.lr = lr
+        before = bytes(view(place.offset, place.nbytes))
+        ours.traffic.written.clear()
+        fields = ours.begin()
+        ours.make(fields)
+        assert bytes(view(place.offset, place.nbytes)) == before
+        whole = ours.record.field_nbytes("hi")
+        assert (ours.traffic.written["nvme", "hi"] == whole) == (lr == 100.0)
+        assert ours.traffic.written["nvme", "hi"] > whole // 2 - 1
+        assert set(fields.replace()) == {"hi", "lo", "m", "v"}
+        fields.moves.decide()
+        ours.run(MoveHiPass(fields.moves, TILE))
+        assert ours.record.in_host("hi")
+        assert ours.record.home("hi")[0] == place
+        plain.update()
+        assert equal(ours.read(), plain.read())
+
+
+def test_moves_that_do_not_count_move_nothing_and_others_than_were_written_are_an_error(lane):
+    ours, place = with_hi_in_host(lane)
     before = bytes(view(place.offset, place.nbytes))
     fields = ours.begin()
     ours.make(fields)
+    ours.run(MoveHiPass(fields.moves, TILE))
     assert bytes(view(place.offset, place.nbytes)) == before
-    assert set(fields.replace()) == {"lo", "m", "v"}
-    assert ours.record.tier("hi") == "nvme"
-    assert ours.record.targets == {"hi": place}
-    plain.update()
-    assert equal(ours.read(), plain.read())
+    extent, _ = fields.home("hi")
+    ours.disk.data[extent.offset + 100] ^= 1
+    fields.moves.decide()
+    with pytest.raises(CorruptionError, match=r"layers.3.hi"):
+        ours.run(MoveHiPass(fields.moves, TILE))
 
 
 def test_values_that_are_written_meanwhile_spoil_it_and_gradients_do_not(lane):
@@ -155,3 +120,32 @@ def test_what_it_reads_is_compared_with_what_was_written(lane):
     ours.disk.data[extent.offset + 100] ^= 1
     with pytest.raises(CorruptionError, match=r"layers.3.m"):
         ours.make(ours.begin())
+
+
+def test_hi_that_leaves_host_memory_before_the_update_is_written_whole(lane):
+    plain = Setup(lane)
+    ours, _ = with_hi_in_host(lane, plain)
+    fields = ours.begin()
+    moves = fields.moves
+    record = ours.record
+    ours.run(LeavePass(record, "hi", ours.disk.allocate(record.field_nbytes("hi"), "hi"), TILE))
+    ours.make(fields)
+    moves.decide()
+    ours.run(MoveHiPass(moves, TILE))
+    assert set(fields.replace()) == {"hi", "lo", "m", "v"}
+    plain.update()
+    assert equal(ours.read(), plain.read())
+
+
+def test_hi_that_leaves_host_memory_behind_the_update_is_moved_where_it_is(lane):
+    plain = Setup(lane)
+    ours, _ = with_hi_in_host(lane, plain)
+    fields, record = ours.begin(), ours.record
+    ours.make(fields)
+    ours.run(LeavePass(record, "hi", ours.disk.allocate(record.field_nbytes("hi"), "hi"), TILE))
+    fields.replace()
+    fields.moves.decide()
+    ours.run(MoveHiPass(fields.moves, TILE))
+    ours.run(CheckPass(record, TILE))
+    plain.update()
+    assert equal(ours.read(), plain.read())

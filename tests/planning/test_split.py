@@ -121,12 +121,12 @@ def ahead(computes):
     return split_updates(computes, plan_of(4), units, range(4), RATES, ahead=True)
 
 
-def test_updates_made_ahead_write_hi_that_is_placed_too_and_the_forward_reads_it_again():
+def test_updates_made_ahead_write_half_of_hi_that_is_placed_too_and_the_forward_reads_it_again():
     told = ahead((0.0, 1000.0))
     assert set(told.early[:2]) == {1, 3}, "which moves no more than it does otherwise"
     assert set(told.early) == {0, 1, 2, 3}
-    assert told.forward.disk_s == 4 * HI
-    assert told.backward.disk_s == 2 * HI + 4 * (2 * STATE + HI)
+    assert told.forward.disk_s == 2 * HI + 2 * HI / 2
+    assert told.backward.disk_s == 2 * HI + 4 * 2 * STATE + 2 * HI + 2 * HI / 2
 
 
 def test_where_the_disk_is_what_steps_wait_for_units_whose_hi_is_placed_are_left_to_the_forward():
