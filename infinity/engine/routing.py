@@ -76,8 +76,8 @@ class Routing:
 
 
 def _alone(units_of: Sequence[Sequence[Unit]]) -> tuple[list[Unit], list[int], list[PendingUpdates]] | None:
-    """Return the unit of each tile, its index, and what is pending for it, where each has one of its own: to ask
-    thousands of units themselves takes longer. None where any has others.
+    """Return the unit of each tile, its index, and what is pending for it, where each has one of its own: to
+    ask thousands of units themselves takes longer. None where any has others.
     """
     units = [one[0] for one in units_of if len(one) == 1]
     if len(set(units)) < len(units_of):

@@ -43,8 +43,8 @@ _trained: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 
 
 def _is_plain(unit: Unit) -> bool:
-    """Whether what a slice misses is what others miss: its state is not rounded at random, and this rank has a
-    part of it.
+    """Whether what a slice misses is what others miss: its state is not rounded at random, and this rank has
+    a part of it.
     """
     return unit.record.schema.is_exact and not unit.record.is_elsewhere
 
@@ -140,8 +140,8 @@ class Stack:
     def __init__(
         self, slices: Sequence[Slice], counts: dict[Any, dict[str, int]], since: Integers, common: _Common
     ) -> None:
-        """counts: the optimizer's, by parameter, for whoever is told. since: of each slice the steps before the
-        first that it has missed and not been told; changed here when it is told. A slice is known by its
+        """counts: the optimizer's, by parameter, for whoever is told. since: of each slice the steps before
+        the first that it has missed and not been told; changed here when it is told. A slice is known by its
         number, its place among `slices`.
         """
         self._slices, self._counts, self._common = list(slices), counts, common
@@ -277,17 +277,18 @@ class Stack:
 
     def _steps_alike(self, past: tuple[int, int, int]) -> _Missed:
         """Return the steps that slices missed since, of a group, before which they had begun as many: the
-        same for all whose state is not rounded. Of several stacks, too, where no step between was one of other
-        stacks alone.
+        same for all whose state is not rounded. Of several stacks, too, where no step between was one of
+        other stacks alone.
         """
         since, group, begun = past
-        first, last = (self._steps[at - self._dropped].number for at in (since, self.now - 1))
-        in_row = last - first == self.now - 1 - since
-        steps = self._common.alike.get((first, last, group, begun)) if in_row else None
-        if steps is None:
+        first = self._steps[since - self._dropped].number
+        last = self._steps[self.now - 1 - self._dropped].number
+        if last - first == self.now - 1 - since:
+            alike, of_all = self._common.alike, (first, last, group, begun)
+            if (steps := alike.get(of_all)) is None:
+                steps = alike[of_all] = tuple(self._run_of(since, group, begun - since))
+        else:
             steps = tuple(self._run_of(since, group, begun - since))
-            if in_row:
-                self._common.alike[first, last, group, begun] = steps
         self._same[past] = steps
         return steps
 
@@ -356,8 +357,8 @@ class Beginning:
 
 
 class MissedSteps:
-    """All stacks of which one optimizer has slices. What a step does with each slice that begins to miss steps
-    is done for all stacks at once: there may be hundreds of few slices.
+    """All stacks of which one optimizer has slices. What a step does with slices that begin to miss steps is
+    done for all stacks at once: there may be hundreds of few slices.
     """
 
     def __init__(self) -> None:
@@ -433,7 +434,7 @@ class MissedSteps:
         """
         having = [place_of[numbers] for numbers, place_of in zip(found, self._places, strict=False)]
         self._having = np.concatenate(having) if having else self._stack_of[:0]
-        self._in_use = np.unique(self._stack_of[self._having]).tolist()
+        self._in_use = np.bincount(self._stack_of[self._having]).nonzero()[0].tolist()
         for number in self._in_use:
             if self._frozen_as_of.get(number) != freezes:
                 self._stacks[number].tell_frozen()

@@ -106,20 +106,20 @@ class PendingUpdates(dict[int, Update]):
         """How often any began to miss updates, which changes the values that the user can see."""
         self._known: MissedUpdates | None = None
         self._index = self._number = -1
-        """Who knows what a parameter has missed, the index of that one, and the number by which it is known. A
-        slice has most often a unit of its own: here, it is found with the fewest looks at memory that the
-        CPU's caches do not hold.
+        """Who knows what a parameter has missed, its index, and the number by which it is known. A slice has
+        most often a unit of its own: here, it is found with the fewest looks at memory that the CPU's
+        caches do not hold.
         """
         self._others: dict[int, tuple[MissedUpdates, int]] | None = None
         """The same of further parameters."""
         self._plain = False
-        """Whether each is known to be plain: thousands of slices begin to miss steps, and to look at what is
-        pending for each would take most of the time.
+        """Whether each is known to be plain: thousands of slices begin to miss steps, and to look at what
+        is pending for each would take most of the time.
         """
 
     def put(self, index: int, update: Update) -> bool:
-        """Have an update be pending for a parameter; return whether it is plain. Whoever decides updates calls
-        this: an assignment would go unseen.
+        """Have an update be pending for a parameter; return whether it is plain. Whoever decides updates
+        calls this: an assignment would go unseen.
         """
         plain = update.is_plain
         all_plain = plain and (self._plain or not self or (len(self) == 1 and index in self))
@@ -143,13 +143,20 @@ class PendingUpdates(dict[int, Update]):
         self.owes = True
         return self._plain
 
-    def tell(self) -> None:
-        """Add what slices have missed."""
+    def about_to_tell(self, numbers: defaultdict[MissedUpdates, list[int]]) -> None:
+        """Add to `numbers`, by who knows what they have missed, those of parameters that are slices."""
         self._plain = False
         if self._known is not None:
-            self._known.tell((self._number,))
+            numbers[self._known].append(self._number)
         for missed, number in self._others.values() if self._others else ():
-            missed.tell((number,))
+            numbers[missed].append(number)
+
+    def tell(self) -> None:
+        """Add what slices have missed."""
+        numbers: defaultdict[MissedUpdates, list[int]] = defaultdict(list)
+        self.about_to_tell(numbers)
+        for missed, some in numbers.items():
+            missed.tell(some)
         self.owes = False  # last: a Ctrl-C may come before, and what is told is told once
 
     @property
@@ -181,11 +188,7 @@ class PendingUpdates(dict[int, Update]):
         owing = [one for one in several if one.owes]
         numbers: defaultdict[MissedUpdates, list[int]] = defaultdict(list)
         for one in owing:
-            one._plain = False
-            if one._known is not None:
-                numbers[one._known].append(one._number)
-            for missed, number in one._others.values() if one._others else ():
-                numbers[missed].append(number)
+            one.about_to_tell(numbers)
         for missed, some in numbers.items():
             missed.tell(some)
         for one in owing:

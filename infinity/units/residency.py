@@ -404,8 +404,8 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         self.use(unit, (), keep=forward and (self._meeting is None or unit not in self._meeting.chosen))
 
     def expect(self, units: list[Unit], indices: Sequence[int], phase: Phase, *, again: bool) -> None:
-        """Begin to fetch the routed units that a layer is about to use, in this order. indices: of them. again:
-        a backward may use them once more.
+        """Begin to fetch the routed units that a layer is about to use, in this order. indices: theirs.
+        again: a backward may use them once more.
         """
         if phase is Phase.BACKWARD:
             self._layers.recomputed(units)

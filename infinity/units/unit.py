@@ -132,8 +132,8 @@ class Unit:
         return self._pending
 
     def may_miss(self, index: int, missed: MissedUpdates, number: int) -> PendingUpdates:
-        """Have `missed`, which knows a parameter by `number`, asked what the parameter has missed when somebody
-        looks at what is pending; return what is pending, which is to be told when it begins to miss steps.
+        """Have `missed`, which knows a parameter by `number`, asked what the parameter has missed when
+        somebody looks at what is pending; return what is pending, to be told when it begins to miss steps.
         """
         self._pending.may_miss(index, missed, number)
         return self._pending
