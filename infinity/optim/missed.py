@@ -377,7 +377,7 @@ class MissedSteps:
         """Stacks of which slices have gradients in a step."""
         self._having = self._begin = self._stack_of
         """Slices that have gradients in it, and those that begin to miss steps."""
-        self._found_due = -1, self._stack_of
+        self._found_due: tuple[int, Integers] = -1, self._stack_of
         """How many steps there were when `_due_now` looked, and what it found."""
         self._all_told = True
         self._frozen_as_of: dict[int, Hashable] = {}
@@ -478,7 +478,8 @@ class MissedSteps:
         if before != self.steps:
             found = (due_at == now_of[self._stack_of]).nonzero()[0]
             self._found_due = self.steps, found
-        return found[due_at[found] == now_of[self._stack_of[found]]]
+        now: Integers = found[due_at[found] == now_of[self._stack_of[found]]]
+        return now
 
     def _now_of(self) -> Integers:
         """Return the steps of each stack so far."""
