@@ -10,9 +10,9 @@ the wall clock's. A number that a use appends to a list, as `Frequencies.used_an
 set, or an update that is put with its unit, is part of that use, and not counted.
 
 Nor is what malloc does with the first larger block that it is asked for after a backward: it merges all small
-ones that were freed there, which takes 1 to 2 µs for each used slice, and was counted as the first look-up of a
-step (`_having_gradients`) before. Such a block is asked for where no look-up is timed: the step's seconds have
-it.
+ones that were freed there, which takes 1 to 2 µs for each used slice, and was counted as the first look-up of
+a step (`_having_gradients`) before. Such a block is asked for where no look-up is timed: the step's seconds
+have it.
 
 100,000 slices of 64 KiB take 40 GB of the disk; of 8 KiB, which no Init would cut, 5 GB.
 """
