@@ -337,23 +337,26 @@ class Beginning:
 
     def __init__(self, slices: AllSlices, numbers: Integers) -> None:
         """numbers: by which they are known."""
-        self._slices, self._numbers = slices, numbers
+        self._slices, self.numbers = slices, numbers
+        self._units: list[Unit] | None = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return them."""
-        return map(self._slices.parameters.__getitem__, self._numbers.tolist())
+        return map(self._slices.parameters.__getitem__, self.numbers.tolist())
 
-    def units(self) -> Iterator[Unit]:
-        """Return the unit of each."""
-        return map(self._slices.units.__getitem__, self._numbers.tolist())
+    def units(self) -> list[Unit]:
+        """Return the unit of each; a step asks thrice."""
+        if self._units is None:
+            self._units = list(map(self._slices.units.__getitem__, self.numbers.tolist()))
+        return self._units
 
     def places(self) -> Iterator[int]:
         """Return the index of each in its unit."""
-        return map(self._slices.at.__getitem__, self._numbers.tolist())
+        return map(self._slices.at.__getitem__, self.numbers.tolist())
 
     def for_the_first_time(self) -> Beginning:
         """Return those that have never begun to miss any."""
-        return Beginning(self._slices, self._numbers[self._slices.due_at[self._numbers] < 0])
+        return Beginning(self._slices, self.numbers[self._slices.due_at[self.numbers] < 0])
 
 
 class MissedSteps:
@@ -375,8 +378,9 @@ class MissedSteps:
         self._known: Hashable = None
         self._in_use: list[int] = []
         """Stacks of which slices have gradients in a step."""
-        self._having = self._begin = self._stack_of
-        """Slices that have gradients in it, and those that begin to miss steps."""
+        self._having = self._stack_of
+        """Slices that have gradients in it."""
+        self._beginning = Beginning(self._slices, self._stack_of)
         self._found_due: tuple[int, Integers] = -1, self._stack_of
         """How many steps there were when `_due_now` looked, and what it found."""
         self._all_told = True
@@ -410,7 +414,8 @@ class MissedSteps:
         ]
         self._pending = [one for stack in self._stacks for one in stack.pending]
         self._stack_of = np.repeat(np.arange(len(each)), np.diff(begins))
-        self._in_use, self._begin, self._found_due = [], self._stack_of[:0], (-1, self._stack_of[:0])
+        self._in_use, self._found_due = [], (-1, self._stack_of[:0])
+        self._beginning = Beginning(self._slices, self._stack_of[:0])
         most: dict[int, int] = {}
         for watch, number in places:
             most[watch] = max(number, most.get(watch, 0))
@@ -439,8 +444,8 @@ class MissedSteps:
             if self._frozen_as_of.get(number) != freezes:
                 self._stacks[number].tell_frozen()
                 self._frozen_as_of[number] = freezes
-        self._begin = self._level()
-        return Beginning(self._slices, self._begin)
+        self._beginning = Beginning(self._slices, self._level())
+        return self._beginning
 
     def _level(self) -> Integers:
         """Return the trained slices that are level and have no gradient in a step that gives others of their
@@ -497,19 +502,20 @@ class MissedSteps:
         for stack in stacks:
             stack.keep_options(step, options_of)
         alone = all(stack.alone for stack in stacks)
-        for unit in () if alone else Beginning(self._slices, self._begin).units():
+        for unit in () if alone else self._beginning.units():
             unit.pending  # noqa: B018 - other slices are level then, too, and begin to miss steps with these
-        begin = self._level() if self._common.told else self._begin
-        self._all_told = False
-        self._begin_to_miss(begin)
+        if self._common.told:
+            self._beginning = Beginning(self._slices, self._level())
+        beginning, self._all_told = self._beginning, False
+        self._begin_to_miss(beginning.numbers)
         self._put_off()
         self.steps += 1  # first: what is due then is looked for anew, also after a Ctrl-C
         self._common.alike.clear()
         for stack in stacks:
             stack.note(step)
-        self._in_use, self._begin = [], begin[:0]
-        units = Beginning(self._slices, begin).units()
-        return list(units) if alone else [unit for unit in units if unit.owes_all]
+        self._in_use, self._beginning = [], Beginning(self._slices, beginning.numbers[:0])
+        units = beginning.units()
+        return units if alone else [unit for unit in units if unit.owes_all]
 
     def _begin_to_miss(self, numbers: Integers) -> None:
         """Have level slices miss all steps from the next one noted on."""
