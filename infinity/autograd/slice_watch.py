@@ -110,8 +110,9 @@ class SliceWatch:
             self.attached.intersection_update([unit for unit in self.attached if unit.attached])
         if len(self._may_have) != len(self._found):
             numbers = np.sort(np.array(self._may_have, np.int64))
-            if (numbers[1:] == numbers[:-1]).any():
-                numbers = np.unique(numbers)
+            other = numbers[1:] != numbers[:-1]
+            if not other.all():
+                numbers = np.concatenate([numbers[:1], numbers[1:][other]])
             self._keep(numbers)
         return self._found
 

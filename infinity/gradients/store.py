@@ -382,7 +382,7 @@ class GradientStore:
         for gradient in gradients:
             if gradient.scale != 1:
                 raise UnsupportedError(applied_message(unit, "clipping"))
-            pending[gradient.index] = decide(gradient)
+            pending.put(gradient.index, decide(gradient))
             outgoing.pop(gradient.index, None)
             leases.append(gradient.apply())
         unit.values_changed()

@@ -54,7 +54,7 @@ from infinity.optim.checks import check_record, check_room, checked_states
 from infinity.optim.decided import DecidedUpdates
 from infinity.optim.delayed import DELAYED_AFTER, DelayedGradients, check_delayed
 from infinity.optim.joined_state import cut_state, joined_state
-from infinity.optim.missed import MissedSteps, Slice
+from infinity.optim.missed import Beginning, MissedSteps
 from infinity.optim.missing import NotingMissed, check_unused
 from infinity.optim.ownership import ParameterPlace, check_current, engine_for
 from infinity.optim.turns import TakingTurns
@@ -262,13 +262,11 @@ class OffloadedOptimizer(NotingMissed, TakingTurns, Tracking, Optimizer):  # typ
             self.look_at_turns([gradient for _, _, gradient in found], {id(one) for _, one, _ in found})
         beside = self._begin_to_miss()
         # Graphs with old values end.
-        torch.autograd.graph.increment_version(
-            [*(one for _, one, _ in found), *(one.parameter for one in beside)]
-        )
+        torch.autograd.graph.increment_version([*(one for _, one, _ in found), *beside.parameters()])
         for _, _, gradient in found:
             gradient.unit.changes.stepped(gradient.index)
-        for slice_ in beside:
-            slice_.unit.changes.stepped(slice_.at)
+        for unit, at in zip(beside.units(), beside.places(), strict=True):
+            unit.changes.stepped(at)
         taken = [one for one in found if one[2].form is not Form.APPLIED]
         self._warn_of_overflow([gradient for _, _, gradient in taken])
         factor = self._clip_factor([gradient for _, _, gradient in taken])
@@ -366,13 +364,13 @@ class OffloadedOptimizer(NotingMissed, TakingTurns, Tracking, Optimizer):  # typ
         self.grad_norm = float(norm)
         return np.float32(np.minimum(np.float32(1), np.float32(self.max_norm) / (norm + np.float32(1e-6))))
 
-    def _flush_earlier(self, busy: set[Unit], begin: Iterable[Slice]) -> None:
+    def _flush_earlier(self, busy: set[Unit], begin: Beginning) -> None:
         """Apply updates of earlier steps that are still pending; but see [Note: missed steps]. busy: units of
         which others are decided. begin: slices that begin to miss steps.
         """
-        beginning = (one.unit for one in begin)
-        for unit in self._decided.that_cannot_wait(busy, beginning, self._missed.due()):
+        for unit in self._decided.that_cannot_wait(busy, begin.units(), self._missed.due()):
             self._engine(unit).residency.flush(unit)
+        self._decided.expect(busy)
 
     def _decide(
         self, group: dict[str, Any], parameter: nn.Parameter, gradient: Gradient, factor: np.float32
@@ -393,8 +391,8 @@ class OffloadedOptimizer(NotingMissed, TakingTurns, Tracking, Optimizer):  # typ
                 raise AssertionError(f"{unit.name}: expected the last gradient to be applied by now")
             missed = () if before is None else (*before.missed, (before.scalars, before.key))
             update = self._update(gradient, place, recipe, (scalars, key), missed)
-        unit.pending[gradient.index] = update
-        self._decided.add(unit, update)
+        if not unit.pending.put(gradient.index, update) or not update.may_miss:
+            self._decided.add(unit, update)  # else it waits, as those of `busy` are expected to
         unit.values_changed()
 
     def _update(

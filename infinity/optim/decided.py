@@ -10,7 +10,8 @@ is not looked at here; see [Note: steps of a stack] in missed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from itertools import filterfalse
 from operator import attrgetter
 
 from infinity.optim.missed import most_misses
@@ -23,47 +24,57 @@ class DecidedUpdates:
 
     def __init__(self) -> None:
         """There are none."""
-        self._units: dict[Unit, float] = {}
-        """Each with the most steps of zero gradients that any of its updates includes: see `_misses`."""
+        self._units: set[Unit] = set()
+        self._misses: dict[Unit, float] = {}
+        """Of those of which any update includes steps of zero gradients, the most: see `_misses`."""
 
     def __contains__(self, unit: object) -> bool:
         """Whether updates that were decided may be pending for a unit."""
         return unit in self._units
 
+    def expect(self, units: Iterable[Unit]) -> None:
+        """Note units for which updates are about to be decided, of slices thousands. Those that include steps
+        of zero gradients, or may not wait, are added, too.
+        """
+        self._units.update(units)
+
     def add(self, unit: Unit, update: Update) -> None:
         """Note an update that was decided, and put with its unit."""
-        waits = update.field is not None and not (update.missed or update.after)  # of slices, thousands
-        misses = 0.0 if waits and update.may_miss else _misses(update)
-        if misses > self._units.get(unit, -1.0):
-            self._units[unit] = misses
+        self._units.add(unit)
+        misses = _misses(update)
+        if misses > self._misses.get(unit, 0.0):
+            self._misses[unit] = misses
 
     def leave(self, units: Iterable[Unit]) -> None:
         """Forget units: what is pending for them is known elsewhere."""
-        for unit in units:
-            self._units.pop(unit, None)
+        gone = set(units)
+        self._units -= gone
+        for unit in gone.intersection(self._misses):
+            del self._misses[unit]
 
     def that_cannot_wait(
-        self, busy: Iterable[Unit], begin: Iterable[Unit], overdue: Iterable[Unit]
+        self, busy: Collection[Unit], begin: Iterable[Unit], overdue: Iterable[Unit]
     ) -> list[Unit]:
         """Begin a step; return the units whose pending updates have to be applied before its own, in the
         order of their numbers, since ranks may orthogonalize. busy: units for which the step decides further
         updates. begin: units of slices that begin to miss steps. overdue: units of slices that may
         miss no further step.
         """
-        decided, anew = self._units, set(busy)
-        looked_at = {*overdue, *(set(begin) - decided.keys())}
-        looked_at |= {unit for unit, misses in decided.items() if misses}
-        looked_at -= anew
-        self._units = {unit: 0.0 for unit in decided if unit not in looked_at and unit not in anew}
+        decided, misses = self._units, self._misses
+        looked_at = {*overdue, *filterfalse(decided.__contains__, begin), *misses}.difference(busy)
+        decided.difference_update(busy)
+        left: dict[Unit, float] = {}
         known: dict[int, tuple[Update, float]] = {}  # many slices share an update, which is kept alive
-        found = [unit for unit in anew if unit.pending]
+        found = [unit for unit in busy if unit.pending]
         for unit in looked_at:
             if not unit.pending:
-                continue
-            if _most(unit.pending.values(), known) >= most_misses(unit):
+                decided.discard(unit)
+            elif _most(unit.pending.values(), known) >= most_misses(unit):
+                decided.discard(unit)
                 found.append(unit)
-            elif unit in decided:
-                self._units[unit] = decided[unit]
+            elif unit in misses:
+                left[unit] = misses[unit]
+        self._misses = left
         return sorted(found, key=attrgetter("index"))
 
 

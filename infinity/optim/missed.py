@@ -16,9 +16,7 @@ base. Steps that nobody still has to be told of are dropped.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -27,7 +25,7 @@ import torch
 from torch import nn
 
 from infinity import kernels
-from infinity.planning.densest import Integers
+from infinity.planning.densest import Booleans, Integers
 from infinity.records.update_rules import Recipe
 from infinity.records.updates import PendingUpdates, Update
 from infinity.units.unit import Unit
@@ -39,7 +37,16 @@ MISSED_LIMIT = 100
 _LEVEL, _NEVER = -1, -1
 _Missed = tuple[tuple[Any, int], ...]
 """Scalars and keys of steps."""
+_Past = tuple[int, int, int, int]
+"""The first and the last of steps, by number, a group, and how many steps a slice had begun before them."""
 _trained: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
+
+
+def _is_plain(unit: Unit) -> bool:
+    """Whether what a slice misses is what others miss: its state is not rounded at random, and this rank has
+    a part of it.
+    """
+    return unit.record.schema.is_exact and not unit.record.is_elsewhere
 
 
 def most_misses(unit: Unit) -> int:
@@ -68,9 +75,11 @@ class Slice(NamedTuple):
 class MissedStep:
     """What a step does to a slice without a gradient, by its param group and the count of its own steps."""
 
-    def __init__(self, clip: float, seed: int) -> None:
-        """clip: the factor on all gradients. seed: of the random bits that round state."""
-        self._clip, self.seed = clip, seed
+    def __init__(self, clip: float, seed: int, number: int = 0) -> None:
+        """clip: the factor on all gradients. seed: of the random bits that round state. number: of the step
+        among those that its optimizer notes.
+        """
+        self._clip, self.seed, self.number = clip, seed, number
         self._groups: dict[int, tuple[Recipe, Mapping[str, Any]]] = {}
         self._scalars: dict[tuple[int, int], Any] = {}
 
@@ -107,43 +116,55 @@ def _own(value: Any) -> Any:
     return type(value)(map(_own, value)) if type(value) in (list, tuple) else value
 
 
+class _Common:
+    """What all stacks of one optimizer have in common."""
+
+    def __init__(self) -> None:
+        self.alike: dict[_Past, _Missed] = {}
+        """See `Stack._steps_alike`."""
+        self.told = False
+        """Whether any slice was told since `forget_told`."""
+
+    def has_told(self) -> None:
+        """A slice is told what it has missed."""
+        self.told = True
+
+    def forget_told(self) -> None:
+        """Ask whether any is from now on."""
+        self.told = False
+
+
 class Stack:
     """The slices of one stack that one optimizer has, and the steps that they miss."""
 
-    def __init__(self, slices: Sequence[Slice], counts: dict[Any, dict[str, int]]) -> None:
-        """All are level. counts: the optimizer's, by parameter, for whoever is told. A slice is known by its
+    def __init__(
+        self, slices: Sequence[Slice], counts: dict[Any, dict[str, int]], since: Integers, common: _Common
+    ) -> None:
+        """counts: the optimizer's, by parameter, for whoever is told. since: of each slice the steps before
+        the first that it has missed and not been told; changed here when it is told. A slice is known by its
         number, its place among `slices`.
         """
-        self._slices, self._counts = list(slices), counts
+        self._slices, self._counts, self._common = list(slices), counts, common
         # What many slices are asked for in each step, apart: fewer caches are missed.
         self._parameters = [one.parameter for one in slices]
         self._units = [one.unit for one in slices]
         self._at = [one.at for one in slices]
         self._group_of = [one.group for one in slices]
-        self._limits = array("q", [most_misses(one.unit) if one.may_wait else 1 for one in slices])
-        self._alone = all(len(one.unit.parameters) == 1 for one in slices)
+        self.pending = [one.unit.may_miss(one.at, self, number) for number, one in enumerate(slices)]
+        """What is pending for the unit of each."""
+        self.alone = all(len(one.unit.parameters) == 1 for one in slices)
         """Whether no slice shares its unit with other parameters, which may miss steps, too."""
-        self._all_here = not any(one.unit.record.is_elsewhere for one in slices)
-        self._all_exact = all(one.unit.record.schema.is_exact for one in slices)
-        """Whether the state of none is rounded at random."""
+        self._all_plain = all(map(_is_plain, self._units))
+        """Whether all miss steps alike."""
         self._groups = {one.group: number for number, one in reversed(list(enumerate(slices)))}
         """One slice of each group."""
         self._steps: list[MissedStep] = []
-        self._dropped = self._now = 0
+        self._dropped = self.now = 0
         """Steps before the first of these, and all so far."""
-        self._all_train = False
+        self.all_train = False
         """Whether none was frozen when `tell_frozen` looked."""
-        self._since = np.full(len(slices), _LEVEL, np.int64)
-        """The steps before the first that a slice has missed and not been told."""
-        self._since_of = self._since.data
-        """The same: one number is read in a third of the time."""
-        self._due_at = np.full(len(slices), _NEVER, np.int64)
-        """The steps at which it is told at the latest; once it was told, of the last time."""
-        self._due_of = self._due_at.data
-        self._found_due: tuple[int, Integers] = -1, np.zeros(0, np.int64)
-        """How many steps there were when `_due_now` looked, and what it found."""
-        self._any_told = False
-        """Whether any slice was told since `level` was called."""
+        self._since, self._since_of = since, since.data
+        """The same twice: of the second one number is read in a third of the time."""
         self._count_of: list[dict[str, int] | None] = [None] * len(slices)
         """Of those that were told the counts: to look for a parameter among all takes longer."""
         self._same: dict[tuple[int, int, int], _Missed] = {}
@@ -156,52 +177,10 @@ class Stack:
     def tell_frozen(self) -> None:
         """Have slices be level that are trained no more: they miss nothing while they are frozen."""
         with torch._C.DisableTorchFunctionSubclass():  # whether it is trained is no value: no guard is asked
-            self._all_train = all(map(_trained, self._parameters))
-            for number in () if self._all_train else np.flatnonzero(self._since >= 0).tolist():
+            self.all_train = all(map(_trained, self._parameters))
+            for number in () if self.all_train else np.flatnonzero(self._since >= 0).tolist():
                 if not self._parameters[number].requires_grad:
                     self._units[number].pending  # noqa: B018 - tells it
-
-    def level(self, having: Integers) -> Integers:
-        """Return the numbers of the trained slices that are level and have no gradient in a step. having: of
-        those that have one.
-        """
-        self._any_told = False
-        level = self._since < 0
-        level[having] = False
-        numbers = level.nonzero()[0]
-        if self._all_train:  # each look at one of many, which the CPU has not in its caches, would cost
-            return numbers
-        with torch._C.DisableTorchFunctionSubclass():
-            parameters = self._parameters
-            trained = [number for number in numbers.tolist() if parameters[number].requires_grad]
-        return np.array(trained, np.int64)
-
-    def level_now(self, having: Integers, before: Integers) -> Integers:
-        """Return the same again. before: what it was."""
-        return self.level(having) if self._any_told else before
-
-    def slices(self, numbers: Integers) -> Iterable[Slice]:
-        """Return slices by their numbers."""
-        return map(self._slices.__getitem__, numbers.tolist())
-
-    def for_the_first_time(self, numbers: Integers) -> Iterable[Slice]:
-        """Return those of these slices that have never begun to miss steps."""
-        due_at = self._due_of
-        return [self._slices[number] for number in numbers.tolist() if due_at[number] < 0]
-
-    def due(self) -> list[Unit]:
-        """Return the units of slices that have missed as many steps as they may; also where they were told of
-        the last one since: which slices those are must not depend on who looked, as ranks flush together.
-        """
-        return [self._units[number] for number in self._due_now().tolist()]
-
-    def _due_now(self) -> Integers:
-        """Return their numbers; a step asks twice."""
-        before, found = self._found_due
-        if before != self._now:
-            found = (self._due_at == self._now).nonzero()[0]
-            self._found_due = self._now, found
-        return found[self._due_at[found] == self._now] if len(found) else found
 
     def keep_options(
         self, step: MissedStep, options_of: Callable[[nn.Parameter], tuple[Recipe, Mapping[str, Any]]]
@@ -216,43 +195,21 @@ class Stack:
             parameter, since = self._parameters[number], self._since_of[number]
             count = self._counts.get(parameter, {}).get("step", 0)
             recipe, options = options_of(parameter)
-            step.keep(group, recipe, options, count + 1 + (0 if since < 0 else self._now - since))
+            step.keep(group, recipe, options, count + 1 + (0 if since < 0 else self.now - since))
 
-    def tell_beside(self, numbers: Integers) -> None:
-        """Have other slices of the units of these slices be level, too, which then begin to miss steps with
-        them.
-        """
-        for one in () if self._alone else self.slices(numbers):
-            one.unit.pending  # noqa: B018 - tells them
-
-    def begin(self, numbers: Integers) -> None:
-        """Have level slices miss all steps from the next one noted on."""
-        units, at, limits, due_at, now = self._units, self._at, self._limits, self._due_of, self._now
-        for number in numbers.tolist():
-            before, limit = units[number].owe(at[number], self, number), limits[number]
-            if before is not None and (before.field is None or before.missed or before.after):
-                waits = before.misses
-                limit = limit - int(waits) if waits < limit else 1
-            due_at[number] = now + limit
-        self._since[numbers] = self._now  # last: after a Ctrl-C before, they are level, and owe nothing
-
-    def that_owe_all(self, numbers: Integers) -> list[Unit]:
-        """Return the units of these slices of which all that is pending is known to stacks."""
-        units = [self._units[number] for number in numbers.tolist()]
-        return units if self._alone else [unit for unit in units if unit.owes_all]
+    def owes(self, number: int) -> bool:
+        """See updates.MissedUpdates."""
+        return self._since_of[number] >= 0
 
     def note(self, step: MissedStep) -> None:
         """Note a step for all slices that are not level."""
         self._same.clear()
         self._shared.clear()
-        late = self._due_now()
-        if len(late):  # an error, or a Ctrl-C, has kept some from being told
-            self._due_at[late[self._since[late] >= 0]] = self._now + 1
         self._steps.append(step)
-        self._now += 1
+        self.now += 1
         if len(self._steps) > 2 * MISSED_LIMIT:
             owed = self._since[self._since >= 0]
-            told = (int(owed.min()) if len(owed) else self._now) - self._dropped
+            told = (int(owed.min()) if len(owed) else self.now) - self._dropped
             del self._steps[:told]
             self._dropped += told
             self._runs = {
@@ -261,37 +218,55 @@ class Stack:
                 if start + len(run) > self._dropped
             }
 
-    def tell(self, pending: PendingUpdates, index: int, number: int) -> None:
-        """Add to what is pending for a slice's unit what it has missed: it is level then."""
-        since, now = self._since_of[number], self._now
-        if since < 0:
-            return
-        if since < now:
-            count = self._count_of[number]
-            if count is None:
-                count = self._count_of[number] = self._counts.setdefault(self._parameters[number], {})
-            begun = count.get("step", 0)
-            missed = None
-            if self._all_here or not self._units[number].record.is_elsewhere:  # else its ranks update it
-                missed = self._missed(number, pending.get(index), since, begun)
-            count["step"] = begun + now - since  # no call from here on: a Ctrl-C finds all of it, or nothing
-            if missed is not None:
-                pending[index] = missed
-        self._since_of[number] = _LEVEL
-        self._any_told = True
+    def tell(self, numbers: Iterable[int]) -> None:
+        """Add to what is pending for the units of slices what these have missed: they are level then."""
+        self._common.has_told()  # first: after a Ctrl-C, too
+        since_of, count_of, now = self._since_of, self._count_of, self.now
+        group_of = self._group_of if len(self._groups) > 1 else None
+        at_of = None if self.alone else self._at
+        (group, *_), at = self._groups, 0
+        for number in numbers:
+            since = since_of[number]
+            if since < 0:
+                continue
+            if since < now:
+                count = count_of[number]
+                if count is None:
+                    count = count_of[number] = self._counts.setdefault(self._parameters[number], {})
+                begun, pending = count.get("step", 0), self.pending[number]
+                if at_of is not None:
+                    at = at_of[number]
+                if group_of is not None:
+                    group = group_of[number]
+                before = pending.get(at)
+                if not self._all_plain and not _is_plain(self._units[number]):
+                    missed = self._missed_of_its_own(number, before, since, begun)
+                else:
+                    past = since, group, begun
+                    steps = self._same.get(past) or self._steps_alike(past)
+                    if before is not None and before.has_gradient:
+                        missed = before.then_missed(steps)  # its gradient is its own
+                    else:
+                        missed = self._missed_alike(past, before, steps)
+                # No call from here on: a Ctrl-C finds all of it, or nothing.
+                count["step"] = begun + now - since
+                if missed is not None:
+                    pending[at] = missed
+            since_of[number] = _LEVEL
 
-    def _missed(self, number: int, before: Update | None, since: int, begun: int) -> Update:
-        """Return what is pending for a slice with all that it missed since, before which it had `begun`."""
-        group = self._group_of[number]
-        if not (self._all_exact or self._units[number].record.schema.is_exact):
-            return self._after(before, self._steps_of(number, since, begun), since, group)
-        past = since, group, begun
-        steps = self._same.get(past) or self._steps_alike(past)
-        if before is not None and before.has_gradient:
-            return before.then_missed(steps)  # its gradient is its own
+    def _missed_of_its_own(self, number: int, before: Update | None, since: int, begun: int) -> Update | None:
+        """Return what is pending for a slice with all that it missed since, before which it had `begun`; None
+        where other ranks update it.
+        """
+        if self._units[number].record.is_elsewhere:
+            return None
+        return self._after(before, self._steps_of(number, since, begun), since, self._group_of[number])
+
+    def _missed_alike(self, past: tuple[int, int, int], before: Update | None, steps: _Missed) -> Update:
+        """Return the same for slices of this past that have no gradient."""
         shared = self._shared.get((id(before), *past))
         if shared is None:
-            update = self._after(before, steps, since, group)
+            update = self._after(before, steps, past[0], past[1])
             shared = self._shared[(id(before), *past)] = before, update
         return shared[1]
 
@@ -302,10 +277,19 @@ class Stack:
 
     def _steps_alike(self, past: tuple[int, int, int]) -> _Missed:
         """Return the steps that slices missed since, of a group, before which they had begun as many: the
-        same for all whose state is not rounded.
+        same for all whose state is not rounded. Of several stacks, too, where no step between was one of
+        other stacks alone.
         """
         since, group, begun = past
-        steps = self._same[past] = tuple(self._run_of(since, group, begun - since))
+        first = self._steps[since - self._dropped].number
+        last = self._steps[self.now - 1 - self._dropped].number
+        if last - first == self.now - 1 - since:
+            alike, of_all = self._common.alike, (first, last, group, begun)
+            if (steps := alike.get(of_all)) is None:
+                steps = alike[of_all] = tuple(self._run_of(since, group, begun - since))
+        else:
+            steps = tuple(self._run_of(since, group, begun - since))
+        self._same[past] = steps
         return steps
 
     def _run_of(self, since: int, group: int, ahead: int) -> list[tuple[Any, int]]:
@@ -316,7 +300,7 @@ class Stack:
         start, run = self._runs.get((group, ahead), (since, []))
         if since < start:
             start, run = since, []
-        for number in range(start + len(run), self._now):
+        for number in range(start + len(run), self.now):
             run.append((self._steps[number - self._dropped].scalars(group, ahead + number + 1), 0))
         self._runs[group, ahead] = start, run
         return run[since - start :]
@@ -329,25 +313,78 @@ class Stack:
             for count, step in enumerate(self._steps[since - self._dropped :], begun + 1)
         )
 
-    def tell_all(self) -> None:
-        """Have all slices be level."""
-        for number in np.flatnonzero(self._since >= 0).tolist():
-            self._units[number].pending  # noqa: B018 - tells it
+
+class AllSlices:
+    """The slices of all stacks of one optimizer: one is known by its place here."""
+
+    def __init__(self, stacks: Iterable[Sequence[Slice]] = ()) -> None:
+        """Of these, stack by stack."""
+        slices = [one for stack in stacks for one in stack]
+        self.parameters = [one.parameter for one in slices]
+        self.units = [one.unit for one in slices]
+        self.at = [one.at for one in slices]
+        """The index of each in its unit."""
+        self.limits = np.array([most_misses(one.unit) if one.may_wait else 1 for one in slices], np.int64)
+        """How many steps each may miss."""
+        self.since = np.full(len(slices), _LEVEL, np.int64)
+        """The steps of its stack before the first that a slice has missed and not been told."""
+        self.due_at = np.full(len(slices), _NEVER, np.int64)
+        """The steps of its stack at which it is told at the latest; once it was told, of the last time."""
+
+
+class Beginning:
+    """Slices that begin to miss steps."""
+
+    def __init__(self, slices: AllSlices, numbers: Integers) -> None:
+        """numbers: by which they are known."""
+        self._slices, self.numbers = slices, numbers
+        self._units: list[Unit] | None = None
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return them."""
+        return map(self._slices.parameters.__getitem__, self.numbers.tolist())
+
+    def units(self) -> list[Unit]:
+        """Return the unit of each; a step asks thrice."""
+        if self._units is None:
+            self._units = list(map(self._slices.units.__getitem__, self.numbers.tolist()))
+        return self._units
+
+    def places(self) -> Iterator[int]:
+        """Return the index of each in its unit."""
+        return map(self._slices.at.__getitem__, self.numbers.tolist())
+
+    def for_the_first_time(self) -> Beginning:
+        """Return those that have never begun to miss any."""
+        return Beginning(self._slices, self.numbers[self._slices.due_at[self.numbers] < 0])
 
 
 class MissedSteps:
-    """All stacks of which one optimizer has slices."""
+    """All stacks of which one optimizer has slices. What a step does with slices that begin to miss steps is
+    done for all stacks at once: there may be hundreds of few slices.
+    """
 
     def __init__(self) -> None:
         """There are none yet."""
+        self.steps = 0
+        """Steps that were noted so far."""
         self._stacks: list[Stack] = []
-        self._places: list[tuple[Integers, Integers]] = []
-        """Of each watch the stack of each slice, by its number there, and its number in the stack."""
+        self._slices, self._common = AllSlices(), _Common()
+        self._pending: list[PendingUpdates] = []
+        """What is pending for the unit of each slice."""
+        self._stack_of: Integers = np.zeros(0, np.int64)
+        self._places: list[Integers] = []
+        """Of each watch, which of all slices one is by its number there."""
         self._known: Hashable = None
-        self._in_use: list[tuple[Stack, Integers, Integers]] = []
-        """Stacks with the slices that have gradients in a step, and with those that begin to miss steps."""
+        self._in_use: list[int] = []
+        """Stacks of which slices have gradients in a step."""
+        self._having = self._stack_of
+        """Slices that have gradients in it."""
+        self._beginning = Beginning(self._slices, self._stack_of)
+        self._found_due: tuple[int, Integers] = -1, self._stack_of
+        """How many steps there were when `_due_now` looked, and what it found."""
         self._all_told = True
-        self._frozen_as_of: dict[Stack, Hashable] = {}
+        self._frozen_as_of: dict[int, Hashable] = {}
 
     def know(
         self,
@@ -359,62 +396,99 @@ class MissedSteps:
         if known == self._known:
             return
         self.tell_all()
-        self._known, self._stacks, self._frozen_as_of = known, [], {}
-        places: dict[tuple[int, int], tuple[int, int]] = {}
+        self._known, self._frozen_as_of, self._common = known, {}, _Common()
+        places: dict[tuple[int, int], int] = {}
+        each: list[list[Slice]] = []
+        begins = [0]
         for slices in stacks():
             new = [one for one in slices if one.known_as not in places]
             if new:
-                stack = len(self._stacks)
-                self._stacks.append(Stack(new, counts))
-                places.update((one.known_as, (stack, number)) for number, one in enumerate(new))
+                each.append(new)
+                places.update((one.known_as, number) for number, one in enumerate(new, begins[-1]))
+                begins.append(begins[-1] + len(new))
+        self._slices = AllSlices(each)
+        ranges = map(slice, begins, begins[1:])
+        self._stacks = [
+            Stack(new, counts, self._slices.since[place], self._common)
+            for new, place in zip(each, ranges, strict=True)
+        ]
+        self._pending = [one for stack in self._stacks for one in stack.pending]
+        self._stack_of = np.repeat(np.arange(len(each)), np.diff(begins))
+        self._in_use, self._found_due = [], (-1, self._stack_of[:0])
+        self._beginning = Beginning(self._slices, self._stack_of[:0])
         most: dict[int, int] = {}
         for watch, number in places:
             most[watch] = max(number, most.get(watch, 0))
-        self._places = [_columns(most.get(watch, -1) + 1) for watch in range(1 + max(most, default=-1))]
-        for (watch, number), (stack, in_stack) in places.items():
-            of_stack, at = self._places[watch]
-            of_stack[number], at[number] = stack, in_stack
+        self._places = [
+            np.zeros(most.get(watch, -1) + 1, np.int64) for watch in range(1 + max(most, default=-1))
+        ]
+        for (watch, number), place in places.items():
+            self._places[watch][number] = place
 
     def tell_all(self) -> None:
         """Tell all slices what they have missed; often called where there is nothing to tell."""
         if not self._all_told:
-            for stack in self._stacks:
-                stack.tell_all()
+            for number in np.flatnonzero(self._slices.since >= 0).tolist():
+                self._slices.units[number].pending  # noqa: B018 - tells it
             self._all_told = True
 
-    def look(self, found: Sequence[Integers], freezes: Hashable) -> list[Slice]:
+    def look(self, found: Sequence[Integers], freezes: Hashable) -> Beginning:
         """Return the slices that begin to miss steps, in a step that gives others gradients. found: the
         numbers of these, of each watch. freezes: another one where any slice may have been frozen since the
         last time.
         """
-        hit = self._by_stack(found)
-        for stack in hit:
-            if self._frozen_as_of.get(stack) != freezes:
-                stack.tell_frozen()
-                self._frozen_as_of[stack] = freezes
-        self._in_use = [(stack, having, stack.level(having)) for stack, having in hit.items()]
-        return [one for stack, _, begin in self._in_use for one in stack.slices(begin)]
+        having = [place_of[numbers] for numbers, place_of in zip(found, self._places, strict=False)]
+        self._having = np.concatenate(having) if having else self._stack_of[:0]
+        self._in_use = np.bincount(self._stack_of[self._having]).nonzero()[0].tolist()
+        for number in self._in_use:
+            if self._frozen_as_of.get(number) != freezes:
+                self._stacks[number].tell_frozen()
+                self._frozen_as_of[number] = freezes
+        self._beginning = Beginning(self._slices, self._level())
+        return self._beginning
 
-    def _by_stack(self, found: Sequence[Integers]) -> dict[Stack, Integers]:
-        """Return what of each stack was found, in the order of stacks."""
-        parts: dict[int, Integers] = {}
-        for numbers, (of_stack, at) in zip(found, self._places, strict=False):
-            stacks = of_stack[numbers]
-            order = np.argsort(stacks, kind="stable")
-            stacks, in_stack = stacks[order], at[numbers[order]]
-            begins = [0, *(np.flatnonzero(stacks[1:] != stacks[:-1]) + 1).tolist(), len(stacks)]
-            for begin, end in pairwise(begins):
-                if begin < end:
-                    parts[int(stacks[begin])] = in_stack[begin:end]
-        return {self._stacks[stack]: parts[stack] for stack in sorted(parts)}
+    def _level(self) -> Integers:
+        """Return the trained slices that are level and have no gradient in a step that gives others of their
+        stacks some.
+        """
+        self._common.forget_told()
+        level = self._slices.since < 0
+        level[self._having] = False
+        self._leave_in_use(level)
+        numbers: Integers = level.nonzero()[0]
+        if all(self._stacks[one].all_train for one in self._in_use):
+            return numbers  # each look at one of many, which the CPU has not in its caches, would cost
+        with torch._C.DisableTorchFunctionSubclass():
+            parameters = self._slices.parameters
+            trained = [number for number in numbers.tolist() if parameters[number].requires_grad]
+        return np.array(trained, np.int64)
 
-    def for_the_first_time(self) -> list[Slice]:
-        """Return those that begin to miss steps and have never done so, after `look`."""
-        return [one for stack, _, begin in self._in_use for one in stack.for_the_first_time(begin)]
+    def _leave_in_use(self, slices: Booleans) -> None:
+        """Leave those of these slices that are of stacks in use."""
+        if len(self._in_use) < len(self._stacks):
+            in_use = np.zeros(len(self._stacks), np.bool_)
+            in_use[self._in_use] = True
+            slices &= in_use[self._stack_of]
 
     def due(self) -> list[Unit]:
-        """Return the units that are not to miss a further step."""
-        return [unit for stack in self._stacks for unit in stack.due()]
+        """Return the units of slices that have missed as many steps as they may; also where they were told of
+        the last one since: which slices those are must not depend on who looked, as ranks flush together.
+        """
+        return list(map(self._slices.units.__getitem__, self._due_now().tolist()))
+
+    def _due_now(self) -> Integers:
+        """Return their numbers; a step asks twice."""
+        due_at, now_of = self._slices.due_at, self._now_of()
+        before, found = self._found_due
+        if before != self.steps:
+            found = (due_at == now_of[self._stack_of]).nonzero()[0]
+            self._found_due = self.steps, found
+        now: Integers = found[due_at[found] == now_of[self._stack_of[found]]]
+        return now
+
+    def _now_of(self) -> Integers:
+        """Return the steps of each stack so far."""
+        return np.array([one.now for one in self._stacks], np.int64)
 
     def note(
         self, step: MissedStep, options_of: Callable[[nn.Parameter], tuple[Recipe, Mapping[str, Any]]]
@@ -424,19 +498,45 @@ class MissedSteps:
 
         Raises: ValueError for options out of range.
         """
-        for stack, _, _ in self._in_use:
+        stacks = [self._stacks[number] for number in self._in_use]
+        for stack in stacks:
             stack.keep_options(step, options_of)
-        for stack, _, numbers in self._in_use:
-            stack.tell_beside(numbers)
-        begin = [(stack, stack.level_now(having, numbers)) for stack, having, numbers in self._in_use]
-        self._all_told = False
-        for stack, numbers in begin:
-            stack.begin(numbers)
-        for stack, _ in begin:
+        alone = all(stack.alone for stack in stacks)
+        for unit in () if alone else self._beginning.units():
+            unit.pending  # noqa: B018 - other slices are level then, too, and begin to miss steps with these
+        if self._common.told:
+            self._beginning = Beginning(self._slices, self._level())
+        beginning, self._all_told = self._beginning, False
+        self._begin_to_miss(beginning.numbers)
+        self._put_off()
+        self.steps += 1  # first: what is due then is looked for anew, also after a Ctrl-C
+        self._common.alike.clear()
+        for stack in stacks:
             stack.note(step)
-        self._in_use = []
-        return [unit for stack, numbers in begin for unit in stack.that_owe_all(numbers)]
+        self._in_use, self._beginning = [], Beginning(self._slices, beginning.numbers[:0])
+        units = beginning.units()
+        return units if alone else [unit for unit in units if unit.owes_all]
 
+    def _begin_to_miss(self, numbers: Integers) -> None:
+        """Have level slices miss all steps from the next one noted on."""
+        slices, pending = self._slices, self._pending
+        now = self._now_of()[self._stack_of[numbers]]
+        slices.due_at[numbers] = now + slices.limits[numbers]
+        known = map(PendingUpdates.owe, map(pending.__getitem__, numbers.tolist()))
+        for at in np.flatnonzero(~np.fromiter(known, np.bool_, len(numbers))).tolist():
+            number = numbers[at]
+            before = pending[number].get(slices.at[number])
+            if before is not None and not before.is_plain:
+                waits, limit = before.misses, int(slices.limits[number])
+                slices.due_at[number] = now[at] + (limit - int(waits) if waits < limit else 1)
+        slices.since[numbers] = now  # last: after a Ctrl-C before, they are level, and owe nothing
 
-def _columns(count: int) -> tuple[Integers, Integers]:
-    return np.zeros(count, np.int64), np.zeros(count, np.int64)
+    def _put_off(self) -> None:
+        """Have slices be due again after the step that is noted next, which an error, or a Ctrl-C, has kept
+        from being told.
+        """
+        late = self._due_now()
+        late = late[self._slices.since[late] >= 0]
+        if len(late):
+            in_use = np.isin(self._stack_of[late], self._in_use)
+            self._slices.due_at[late[in_use]] += 1

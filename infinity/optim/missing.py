@@ -4,7 +4,7 @@ missed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from infinity.engine.engine import Engine
 from infinity.errors import UnsupportedError
 from infinity.optim.decided import DecidedUpdates
-from infinity.optim.missed import MissedStep, Slice
+from infinity.optim.missed import Beginning, MissedStep, Slice
 from infinity.optim.optimizer_view import ShowingState
 from infinity.optim.with_gradients import WithGradients
 from infinity.records.update_rules import Recipe
@@ -26,7 +26,7 @@ class NotingMissed(ShowingState):
     _decided: DecidedUpdates
     _with_gradients: WithGradients
 
-    def _begin_to_miss(self) -> list[Slice]:
+    def _begin_to_miss(self) -> Beginning:
         """Return the slices that have gradients of zeros because others of their stacks have some, but for
         those that had one in the last such step, too: of the gradients that were last found in order.
         """
@@ -54,17 +54,19 @@ class NotingMissed(ShowingState):
                     if (place := self.mine.get(id(one))) is not None
                 ]
 
-    def _note_missed(self, begin: Sequence[Slice], clip: float) -> None:
+    def _note_missed(self, begin: Beginning, clip: float) -> None:
         """Note a step for all slices with gradients of zeros, of which there are many: none is ever made."""
         engines = self._engines.values()
         if any(engine.arrivals.slices.any_attached for engine in engines):
-            for one in begin:
-                check_unused(one.unit)
+            for unit in begin.units():
+                check_unused(unit)
         in_files = any(engine.checkpoint_store is not None for engine in engines)
-        for one in begin if in_files else self._missed.for_the_first_time():
-            if id(one.parameter) not in self._begun or one.unit.record.in_files is not None:
-                self.make_room(self.mine[id(one.parameter)].engine, one.parameter)
-        self._decided.leave(self._missed.note(MissedStep(clip, self.seed), self._options_of))
+        anew = begin if in_files else begin.for_the_first_time()
+        for one, unit in zip(anew.parameters(), anew.units(), strict=True):
+            if id(one) not in self._begun or unit.record.in_files is not None:
+                self.make_room(self.mine[id(one)].engine, one)
+        step = MissedStep(clip, self.seed, self._missed.steps)
+        self._decided.leave(self._missed.note(step, self._options_of))
 
     def _options_of(self, parameter: nn.Parameter) -> tuple[Recipe, dict[str, Any]]:
         return self.recipe_of(parameter), self.param_groups[self.mine[id(parameter)].group]

@@ -24,6 +24,33 @@ class _NoneEqual(TorchFunctionMode):
         return False
 
 
+class _Places:
+    """Where the slices of one watch are in an optimizer, by their numbers in the watch."""
+
+    def __init__(self, place_of: Integers, group_of: Integers) -> None:
+        """place_of: in the order of all parameters; -1 for what is no member. group_of: the param group."""
+        self._place_of, self._group_of = place_of, group_of
+        count, first = len(place_of), int(place_of[0]) if len(place_of) else -1
+        in_row = first >= 0 and bool(np.array_equal(place_of, np.arange(first, first + count)))
+        self._in_row = in_row and bool((group_of == group_of[0]).all())
+        """Whether all are members of one group, one behind the other: then nothing is looked up."""
+
+    def members(self, numbers: Integers) -> Integers:
+        """Return those of these slices that the optimizer has."""
+        return numbers if self._in_row else numbers[self._place_of[numbers] >= 0]
+
+    def places(self, members: Integers) -> Integers:
+        """Return their places in the order of all parameters."""
+        return members + self._place_of[0] if self._in_row else self._place_of[members]
+
+    def groups(self, members: Integers) -> list[int]:
+        """Return the numbers of their groups."""
+        if self._in_row:
+            return [int(self._group_of[0])] * len(members)
+        groups: list[int] = self._group_of[members].tolist()
+        return groups
+
+
 class WithGradients:
     """Finds them in the param groups of one optimizer; see [Note: slices that are asked] in
     autograd/slice_watch.py.
@@ -40,8 +67,8 @@ class WithGradients:
         self._watched: list[tuple[SliceWatch, int]] = []
         self._others: list[tuple[list[int], list[nn.Parameter]]] = []
         """Of each group what is no slice, after its place in the order of all parameters."""
-        self._places: list[tuple[Integers, Integers]] = []
-        """Of each watch the place, and the group, of each slice by its number; -1 where it is no member."""
+        self._places: list[_Places] = []
+        """Of the slices of each watch."""
 
     def of(
         self, groups: Sequence[dict[str, Any]], watches: Sequence[SliceWatch]
@@ -67,15 +94,12 @@ class WithGradients:
                 places += [places_of[at] for at in found]
                 of_group += [number] * len(found)
         self.slices, all_places = [], [np.array(places, np.int64)]
-        for watch, (place_of, group_of) in zip(watches, self._places, strict=True):
-            numbers = watch.with_gradients() if asks else watch.may_have()
-            its_places = place_of[numbers]
-            if its_places.min(initial=0) < 0:  # other optimizers have some
-                numbers, its_places = numbers[its_places >= 0], its_places[its_places >= 0]
+        for watch, its_places in zip(watches, self._places, strict=True):
+            numbers = its_places.members(watch.with_gradients() if asks else watch.may_have())
             self.slices.append(numbers)
             having += watch.slices(numbers.tolist())
-            of_group += group_of[numbers].tolist()
-            all_places.append(its_places)
+            of_group += its_places.groups(numbers)
+            all_places.append(its_places.places(numbers))
         in_order = np.concatenate(all_places)
         if (in_order[1:] < in_order[:-1]).any():
             order = np.argsort(in_order).tolist()
@@ -99,9 +123,8 @@ class WithGradients:
 
     def _own(self, watches: Sequence[SliceWatch]) -> Iterator[tuple[SliceWatch, Integers]]:
         """Yield the watches with the numbers of those members that may have a gradient."""
-        for watch, (place_of, _) in zip(watches, self._places, strict=True):
-            numbers = watch.may_have()
-            yield watch, numbers[place_of[numbers] >= 0]
+        for watch, its_places in zip(watches, self._places, strict=True):
+            yield watch, its_places.members(watch.may_have())
 
     def sort(self, groups: Sequence[dict[str, Any]], watches: Sequence[SliceWatch]) -> None:
         """Tell slices from the others, and know where each is, where anything of that has changed."""
@@ -109,14 +132,14 @@ class WithGradients:
         if self._watched == [(one, len(one)) for one in watches] and self._are(lists):
             return
         self._others, place = [], 0
-        self._places = [(np.full(len(one), -1), np.full(len(one), -1)) for one in watches]
+        places_of = [(np.full(len(one), -1), np.full(len(one), -1)) for one in watches]
         for number, one_list in enumerate(lists):
             places: list[int] = []
             others: list[nn.Parameter] = []
             for one in one_list:
                 found = [at for at, watch in enumerate(watches) if one in watch]
                 for at in found:
-                    place_of, group_of = self._places[at]
+                    place_of, group_of = places_of[at]
                     in_watch = watches[at].number(one)
                     place_of[in_watch], group_of[in_watch] = place, number
                 if not found:
@@ -124,6 +147,7 @@ class WithGradients:
                     others.append(one)
                 place += 1
             self._others.append((places, others))
+        self._places = [_Places(*one) for one in places_of]
         self._lists = [(one, list(one)) for one in lists]
         self._watched = [(one, len(one)) for one in watches]
         self.sorts += 1

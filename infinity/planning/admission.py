@@ -87,7 +87,7 @@ class Admission:
         if free_nbytes > self._placed_nbytes // 2:
             self._lowest = 0.0
             return []
-        uses, missing_nbytes = self._expected.uses_of_all()[placed], self.reserve_nbytes - free_nbytes
+        uses, missing_nbytes = self._expected.uses_of(placed), self.reserve_nbytes - free_nbytes
         if missing_nbytes <= 0:
             self._lowest = float(uses.min()) if len(placed) else 0.0
             return []

@@ -85,9 +85,13 @@ class Frequencies:
         self._touched = _Followed(units, half_life_steps)  # whether a step has any use
         self._settled_at = 0
         # Of this step, one unit for each time: of many slices a step uses few.
-        self._used: list[int] = []
+        self._kept: list[int] = []
         self._fetched: list[int] = []
         self._updated: list[int] = []
+        self.used_where_kept, self.used_anew = self._kept.append, self._fetched.append
+        """Count a use of a unit in this step: of one that was kept, and of one that was not; see `used`. They
+        are called too often for functions.
+        """
         self._steps_used = np.zeros(units, np.int64)
 
     @property
@@ -102,9 +106,10 @@ class Frequencies:
         it. A unit that is pinned where it computes was not kept: what is expected must not depend on where
         the unit is placed now, or the placement would chase itself.
         """
-        self._used.append(unit)
-        if not kept:
-            self._fetched.append(unit)
+        if kept:
+            self.used_where_kept(unit)
+        else:
+            self.used_anew(unit)
 
     def updated(self, unit: int) -> None:
         """Count the update of this step."""
@@ -116,13 +121,13 @@ class Frequencies:
 
     def close_step(self) -> None:
         """Fold what this step counted into what is expected."""
-        used = _counted(self._used)
+        used = _counted(self._kept + self._fetched)
         self._steps_used[used[0]] += 1
         self._touched.close_step((used[0], np.ones(len(used[0]))))
         self._uses.close_step(used)
         self._fetches.close_step(_counted(self._fetched))
         self._updates.close_step(_counted(self._updated))
-        for counts in (self._used, self._fetched, self._updated):
+        for counts in (self._kept, self._fetched, self._updated):
             counts.clear()
         changed = self._touched.changed()
         if changed is not None:
@@ -145,9 +150,9 @@ class Frequencies:
         """Return the uses expected per step; 0 before the first step ends, as all of these."""
         return self._uses.of(unit)
 
-    def uses_of_all(self) -> NDArray[np.float64]:
-        """Return `uses` of each unit."""
-        return self._uses.of_all()
+    def uses_of(self, units: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return `uses` of some units."""
+        return self._uses.of_some(units)
 
     def uses_with_another(self, less: float) -> NDArray[np.float64]:
         """Return the uses of each unit that will be expected when a step is over that uses it once more, and
@@ -200,6 +205,11 @@ class _Average:
         average: NDArray[np.float64] = self.sum / np.maximum(self.weight, 1.0)
         return average
 
+    def some(self, units: NDArray[np.int64]) -> NDArray[np.float64]:
+        weight = self.weight[units] if len(self.weight) > 1 else self.weight
+        average: NDArray[np.float64] = self.sum[units] / np.maximum(weight, 1.0)
+        return average
+
     def of(self, unit: int) -> float:
         weight = self.weight[unit if len(self.weight) > 1 else 0]
         return float(self.sum[unit] / weight)
@@ -237,9 +247,14 @@ class _Followed:
     def of_all(self) -> NDArray[np.float64]:
         return self._all.all()
 
+    def of_some(self, units: NDArray[np.int64]) -> NDArray[np.float64]:
+        return self._all.some(units)
+
     def with_another(self, count: float) -> NDArray[np.float64]:
         decay = self._all.decay
-        expected: NDArray[np.float64] = (self._all.sum * decay + count) / (self._all.weight * decay + 1)
+        expected: NDArray[np.float64] = self._all.sum * decay
+        expected += count  # of many units, each new array takes more time than the operation
+        expected /= self._all.weight * decay + 1
         return expected
 
     def changed(self) -> NDArray[np.bool_] | None:
@@ -250,8 +265,11 @@ class _Followed:
         if self.steps < self._looks_from or self._all.decay <= recent.decay:
             return None
         expected = self._all.all()
-        variances = expected * (1 - expected)
-        squares = (recent.all() - expected) ** 2
+        variances = 1 - expected
+        variances *= expected
+        squares = recent.all()
+        squares -= expected
+        squares *= squares  # of many units, each new array takes more time than the operation
         shorter = (1 - recent.decay) / (1 + recent.decay)  # the variance of an average, by that of a step
         apart = float(np.sum(squares) / (shorter * (np.sum(variances) + _LEAST_VARIANCE)))
         clear = max(SURPRISE, self._usual + SPREADS * self._spread)

@@ -285,17 +285,20 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         return any(one.residence.fetch is None and not one.in_place for one in units)
 
     def foresee(
-        self, units: Iterable[_UnitT], room_nbytes: int, before: Iterable[Callable[[Sequence[_UnitT]], None]]
+        self,
+        units: Iterable[_UnitT],
+        room_nbytes: int,
+        before: Iterable[Callable[[Sequence[_UnitT], Sequence[int]], None]],
     ) -> None:
         """Begin to fetch routed units that may be used next, behind those that are announced: at most
-        `room_nbytes`, which others may have again. before: called with each that is fetched.
+        `room_nbytes`, which others may have again. before: called with each that is fetched, and its index.
         """
         for unit in units:
             room_nbytes -= unit.window_nbytes
             if unit.residence.fetch is not None or self._announced or room_nbytes < 0:
                 continue
             for call in before:
-                call([unit])
+                call([unit], [unit.index])
             if self._begin_owed(unit) and unit.residence.waits:
                 self._idle[unit] = None
 

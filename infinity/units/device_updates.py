@@ -244,7 +244,8 @@ def bring_down(unit: Unit, device: Device) -> None:
         if update.on_device and update.tensor is not None:
             update.arriving.wait()
             copy: Download = device.download(update.tensor, ours=False)
-            unit.pending[index] = update._replace(tensor=copy.tensor, arriving=copy.transfer, on_device=False)
+            here = update._replace(tensor=copy.tensor, arriving=copy.transfer, on_device=False)
+            unit.pending.put(index, here)
 
 
 def _dtypes(record: Record) -> dict[str, torch.dtype]:

@@ -164,23 +164,32 @@ class Pins:
         self._set_targets()
         self._lodge(moves=True)
 
-    def admit(self, units: Sequence[Unit]) -> None:
+    def admit(self, units: Sequence[Unit], indices: Sequence[int]) -> None:
         """Let slices that are about to be fetched have free room: see [Note: free room]. Asked for all of a
-        layer at once, since a step uses thousands.
+        layer at once, since a step uses thousands. indices: of these units, most of which need not be asked.
         """
         if self._nvme is self._host or self._to_host:
             return
         self._fields.look()
         if self._fields.any_packed:
             units = [one for one in units if one.record.packed_nbytes is None]
+            indices = [one.index for one in units]
         slices = self._slices.data  # of few units, numbers are read and set faster than by arrays
-        for unit in units:
-            slices[unit.index] = True
         admission = self._admission_in_rounds if self._rounds else self._admission
         if admission is None or not (self._rounds or self._steps):
+            for index in indices:
+                slices[index] = True
             return
-        more = admission.expects_more().data
-        wanted = [one for one in units if more[one.index]]
+        more, there, sizes = (
+            admission.expects_more().data,
+            self._host_nbytes.data,
+            self._fields.unit_nbytes.data,
+        )
+        wanted = []
+        for at, index in enumerate(indices):
+            slices[index] = True
+            if more[index] and there[index] < sizes[index]:  # else all of it is there
+                wanted.append(units[at])
         if wanted:
             self._admit(wanted, admission)
 
@@ -189,15 +198,16 @@ class Pins:
         there, sizes = self._host_nbytes.data, self._fields.unit_nbytes.data
         free_nbytes, admitted, all_of = self._free_nbytes(), self._admitted, self._fields.of_unit
         in_one = self._tier is None and not self._rounds
+        asked_nbytes = 0
         for unit in units:
             record, index = unit.record, unit.index
-            if there[index] >= sizes[index] or unit.residence.fetch is not None:
-                continue  # all of it is there; and what waits where it computes is not fetched
+            if unit.residence.fetch is not None:
+                continue  # what waits where it computes is not fetched
             if record.all_in_host or not (self._rounds or record.in_files is None):
                 continue  # what is trained leaves its checkpoint's files
-            has_none = in_one and not there[index] and (index, "hi") not in admitted
-            if has_none and sizes[index] > free_nbytes:  # as nearly all
-                admission.ask(sizes[index])
+            nbytes = sizes[index]
+            if nbytes > free_nbytes and in_one and not there[index] and (index, "hi") not in admitted:
+                asked_nbytes += nbytes  # as nearly all
                 continue
             lacks = [
                 (name, nbytes)
@@ -211,6 +221,7 @@ class Pins:
                 if needed <= free_nbytes:
                     self._take(unit, lacks)
                     free_nbytes = self._free_nbytes()
+        admission.ask(asked_nbytes)
 
     def _free_nbytes(self) -> int:
         """Bytes that nothing has, or is to have."""

@@ -83,8 +83,8 @@ class UnitResidency(Residency[Unit, UpdatePass]):
         self._assembler = assembler
         self._uses_of: dict[Phase, list[Use]] = {}
         self._meeting: MeetingOfRanks | None = None
-        self.before_routed_fetch: list[Callable[[Sequence[Unit]], None]] = []
-        """Called with routed units that a forward is about to fetch."""
+        self.before_routed_fetch: list[Callable[[Sequence[Unit], Sequence[int]], None]] = []
+        """Called with routed units that a forward is about to fetch, and their indices."""
         self._layers = RoutedLayers()
         self._routed_uses = 0
 
@@ -395,24 +395,24 @@ class UnitResidency(Residency[Unit, UpdatePass]):
 
     def _use_routed(self, unit: Unit, phase: Phase) -> None:
         self._routed_uses += not self.in_round
-        self._course.frequencies.used(unit.index, kept=unit.residence.waits and not unit.in_place)
+        counts, kept = self._course.frequencies, unit.residence.waits and not unit.in_place
+        (counts.used_where_kept if kept else counts.used_anew)(unit.index)
         self._announced.pop(unit, None)
         forward = phase is Phase.FORWARD
         if not forward and (needed := self._layers.needed_with(unit)):
             self.announce(needed)
-        chosen = self._meeting is not None and unit in self._meeting.chosen
-        self.use(unit, (), keep=forward and not chosen)
+        self.use(unit, (), keep=forward and (self._meeting is None or unit not in self._meeting.chosen))
 
-    def expect(self, units: list[Unit], phase: Phase, *, again: bool) -> None:
-        """Begin to fetch the routed units that a layer is about to use, in this order. again: a backward may
-        use them once more.
+    def expect(self, units: list[Unit], indices: Sequence[int], phase: Phase, *, again: bool) -> None:
+        """Begin to fetch the routed units that a layer is about to use, in this order. indices: theirs.
+        again: a backward may use them once more.
         """
         if phase is Phase.BACKWARD:
             self._layers.recomputed(units)
         elif again and any(map(self._routed.get, units[:1])):  # no backward comes to rows of embeddings
             self._layers.announced(units)
         for call in self.before_routed_fetch if phase is Phase.FORWARD else ():
-            call(units)
+            call(units, indices)
         self.announce(units)
 
     def drop(self, unit: Unit) -> None:

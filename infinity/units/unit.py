@@ -34,7 +34,7 @@ from infinity.lane.fetch import UpdatePass
 from infinity.planning.layout import FlatLayout
 from infinity.planning.residence import Residence
 from infinity.records.record import Record
-from infinity.records.updates import MissedUpdates, PendingUpdates, Update
+from infinity.records.updates import MissedUpdates, PendingUpdates
 from infinity.records.weights import compute_dtype
 from infinity.tensors import is_distributed
 from infinity.units.attached import DATA, Attached, set_changes
@@ -107,12 +107,8 @@ class Unit:
         """Whether the parameters are their real values, else they are released; and whether they are so for a
         use that is no part of a step.
         """
-        self.version = 0
-        """Counts the changes of the values that the user can see (an update counts at step(), not when it is
-        applied).
-        """
+        self._changed = 0
         self._pending = PendingUpdates()
-        self._owed: dict[int, tuple[MissedUpdates, int]] = {}
         self._watch: AttachedWatch | None = None
         self.slice_numbers: tuple[int, ...] = ()
         """Of each parameter that is a slice its number, by which `watch_by` has it known; -1 of the others.
@@ -125,23 +121,29 @@ class Unit:
         them adds those that slices have missed, so that only the thread that computes looks before a commit
         is marked.
         """
-        if self._owed:
-            self._tell_missed()
+        pending = self._pending
+        if pending.owes:
+            pending.tell()
+        return pending
+
+    @property
+    def untold(self) -> PendingUpdates:
+        """The same, without what slices have missed: for those of many units to be told together."""
         return self._pending
 
-    def owe(self, index: int, missed: MissedUpdates, number: int) -> Update | None:
-        """Have `missed` asked for a parameter, which it knows by `number`, when somebody looks at what is
-        pending next; return what is pending for the parameter now. That changes the values that the user can
-        see, which is counted here: of many slices, each look at a unit takes time.
+    def may_miss(self, index: int, missed: MissedUpdates, number: int) -> PendingUpdates:
+        """Have `missed`, which knows a parameter by `number`, asked what the parameter has missed when
+        somebody looks at what is pending; return what is pending, to be told when it begins to miss steps.
         """
-        self.version += 1
-        self._owed[index] = missed, number
-        return self._pending.get(index)
+        self._pending.may_miss(index, missed, number)
+        return self._pending
 
-    def _tell_missed(self) -> None:
-        for index, (missed, number) in tuple(self._owed.items()):
-            missed.tell(self._pending, index, number)
-            self._owed.pop(index, None)  # last: a Ctrl-C may come before, and what is told is told once
+    @property
+    def version(self) -> int:
+        """Counts the changes of the values that the user can see (an update counts at step(), not when it is
+        applied).
+        """
+        return self._changed + self._pending.begun
 
     @property
     def must_update(self) -> bool:
@@ -151,8 +153,7 @@ class Unit:
     @property
     def owes_all(self) -> bool:
         """Whether all that is pending is of parameters that miss more steps meanwhile."""
-        owed = self._owed
-        return bool(owed) and (len(owed) == len(self.parameters) or owed.keys() >= self._pending.keys())
+        return self._pending.owes_all
 
     @property
     def name(self) -> str:
@@ -187,7 +188,7 @@ class Unit:
 
     def values_changed(self) -> None:
         """Count a change of the values that the user can see."""
-        self.version += 1
+        self._changed += 1
 
     def open(
         self, blocks: Blocks, device: torch.device, by_storage: dict[int, Unit], *, in_place: bool

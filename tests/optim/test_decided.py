@@ -78,3 +78,12 @@ def test_what_a_pass_has_taken_is_forgotten_and_so_is_what_is_known_elsewhere(de
 def test_slices_that_begin_to_miss_steps_without_an_update_of_the_last_step_are_looked_at(decided, units):
     units[0].told[0], units[1].told[0] = of_zeros(missed.MISSED_LIMIT), of_zeros(2)
     assert decided.that_cannot_wait([], units, []) == units[:1]
+
+
+def test_units_that_are_expected_to_wait_are_not_looked_at_until_others_are_decided_for_them(decided, units):
+    for unit in units:
+        unit.told[0] = IN_RECORD
+    decided.expect(units)
+    units[2].decide(decided, IN_MEMORY)
+    assert decided.that_cannot_wait([units[1]], units[:1], []) == units[1:]
+    assert ([unit.looks for unit in units], units[0] in decided) == ([0, 1, 2], True)

@@ -126,3 +126,16 @@ def test_no_parameter_is_asked_whether_members_are_still_the_same():
     for _ in range(2):
         assert finds.of(groups, [watch]) == []
     assert finds.sorts == 1
+
+
+def test_slices_that_are_all_members_one_behind_the_other_come_as_others_do():
+    before, members, watch, finds = parameters(1), parameters(4), SliceWatch(), WithGradients()
+    watch.follow(members)
+    groups = [{"params": before}, {"params": members}]
+    watch.with_gradients()
+    give(watch, members[3], before[0], members[1])
+    assert places(finds.of(groups, [watch]), groups) == [(0, 0), (1, 1), (1, 3)]
+    groups[1]["params"][:2] = reversed(members[:2])
+    assert places(finds.of(groups, [watch]), groups) == [(0, 0), (1, 0), (1, 3)]
+    groups[1]["params"].pop()
+    assert places(finds.of(groups, [watch]), groups) == [(0, 0), (1, 0)]

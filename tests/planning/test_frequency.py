@@ -58,6 +58,11 @@ def test_a_use_of_a_unit_that_was_kept_is_no_fetch():
         frequencies.updated(1)
         frequencies.close_step()
     assert (frequencies.uses(1), frequencies.fetches(1), frequencies.updates(1)) == pytest.approx((2, 1, 1))
+    frequencies.used_where_kept(1)
+    frequencies.used_anew(1)
+    frequencies.updated(1)
+    frequencies.close_step()
+    assert (frequencies.uses(1), frequencies.fetches(1), frequencies.updates(1)) == pytest.approx((2, 1, 1))
     assert (frequencies.uses(0), frequencies.fetches(0), frequencies.updates(0)) == (0, 0, 0)
 
 
@@ -67,6 +72,17 @@ def test_units_are_counted_apart():
         frequencies.used(unit)
     frequencies.close_step()
     assert [frequencies.uses(unit) for unit in range(3)] == pytest.approx([1, 0, 2])
+
+
+def test_uses_of_some_units_are_those_of_each_whether_or_not_the_pattern_has_changed():
+    frequencies, changed, some = Frequencies(16), False, np.array([0, 3, 9, 15])
+    for number in range(50):
+        for unit in range(8) if number < 40 else range(8, 16):
+            frequencies.used(unit)
+        frequencies.close_step()
+        changed = changed or frequencies.unsettled
+        assert frequencies.uses_of(some).tolist() == [frequencies.uses(unit) for unit in some.tolist()]
+    assert changed
 
 
 def unsettled_after(run, units):

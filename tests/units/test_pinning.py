@@ -163,7 +163,7 @@ def test_a_slice_takes_free_room_with_its_first_fetch(made):
     model.step([0])
     model.update(0)
     assert {unit for unit, _ in model.pinned()} == {0}
-    model.pins.admit([model.units[1]])
+    model.pins.admit([model.units[1]], [1])
     model.update(1)
     assert {unit for unit, _ in model.pinned()} == {0, 1}
     model.step([0, 1])
@@ -173,17 +173,17 @@ def test_a_slice_takes_free_room_with_its_first_fetch(made):
 def test_a_slice_takes_no_room_that_gradients_need_or_that_others_wait_for(made):
     of_unit = HI + LO + M + V
     model = made(3, 2 * of_unit + GRADIENT // 2)
-    model.pins.admit([model.units[0]])
+    model.pins.admit([model.units[0]], [0])
     assert model.targets() == set(), "the first step shows what gradients take"
     model.step([0], [0])
-    model.pins.admit([model.units[1]])
+    model.pins.admit([model.units[1]], [1])
     assert {unit for unit, _ in model.targets()} <= {0}
 
 
 def test_what_took_free_room_leaves_for_what_is_used_more_often(made):
     model = made(3, HI + LO + M + V + 3 * GRADIENT)
     model.step([], [])
-    model.pins.admit([model.units[2]])
+    model.pins.admit([model.units[2]], [2])
     model.update(2)
     assert {unit for unit, _ in model.pinned()} == {2}
     for _ in range(40):
