@@ -3,8 +3,10 @@
 import errno
 import json
 import logging
+import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -28,6 +30,7 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.delenv("INFINITY_AIO", raising=False)
     for name in ("_FILL_S", "_TRIAL_S", "_ALONE_S"):
         monkeypatch.setattr(disk, name, 0.01)
+    monkeypatch.setattr(disk, "_TRIALS_S", 0.05)
     monkeypatch.setattr(disk, "_FILE_NBYTES", 32 << 20)
     return place
 
@@ -47,7 +50,7 @@ def test_a_measurement_is_kept_for_all_folders_of_the_filesystem_and_leaves_no_f
     available(folder, kind)
     (folder / "below").mkdir()
     speed = disk.measure(str(folder), kind)
-    assert min(speed.read, speed.write, speed.mixed) > 0
+    assert min(speed.read, speed.write, speed.mixed, speed.beside) > 0
     assert speed.engine == kind
     assert (speed.piece_nbytes, speed.depth) in disk._CHOICES[kind]
     assert disk.measured(str(folder / "below"), kind) == speed
@@ -103,6 +106,36 @@ def test_of_equal_rates_the_one_with_least_in_flight_is_taken():
     rates = {(32, 1 << 20): 2.00e9, (16, 1 << 20): 1.96e9, (8, 4 << 20): 2.02e9, (8, 1 << 20): 1.5e9}
     assert disk.best(rates) == (1.96e9, 16, 1 << 20)
     assert disk.best({**rates, (64, 1 << 18): 1.96e9}) == (1.96e9, 64, 1 << 18)
+
+
+def test_depth_and_size_are_chosen_while_every_core_computes(folder, monkeypatch):
+    def busy():
+        return [one for one in threading.enumerate() if one.name == "infinity-computing"]
+
+    seen = []
+    real = disk._move
+
+    def noting(engine, *rest):
+        seen.append(len(busy()))
+        return real(engine, *rest)
+
+    monkeypatch.setattr(disk, "_move", noting)
+    disk.measure(str(folder))
+    cores = len(os.sched_getaffinity(0))
+    assert seen[0] == 0
+    assert seen[1:-3] == [cores] * (len(seen) - 4)
+    assert seen[-3:] == [0, 0, 0]
+    assert not busy()
+
+
+def test_a_choice_that_was_made_on_idle_cores_is_made_anew(folder, cache):
+    disk._keep(str(folder), SPEED)
+    assert disk.measured(str(folder)) == SPEED
+    entries = json.loads((cache / "disks.json").read_text())
+    for entry in entries.values():
+        del entry["beside"]
+    (cache / "disks.json").write_text(json.dumps(entries))
+    assert disk.measured(str(folder)) is None
 
 
 # What hinders it
