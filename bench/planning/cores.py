@@ -56,8 +56,8 @@ def cores(state_dtype: str) -> Cores:
 
 
 def update_rate(state_dtype: str) -> float:
-    """Return the elements per second of the update's kernel, on records larger than any cache: what comes from
-    the drive lies in none.
+    """Return the elements per second of the update's kernel, on records larger than any cache, as are those
+    that come from the drive.
     """
     n = 4 * _ELEMENTS
     widths = {"fp32": 4, "bf16": 2, "int8": 1, "int4": 1}

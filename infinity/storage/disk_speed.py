@@ -4,7 +4,7 @@
 A step reads and writes at the same time, so the depth (pieces in flight) and the piece size are chosen for
 the best rate of half reads, half writes. Where the CPU computes, it does so meanwhile, and the thread that
 asks the drive waits for a core: with few bytes in flight the drive then has nothing to do (measured on two
-cores: 16 pieces of 256 KiB gave 0.97 of the best on idle cores, and 0.83 beside computing). So the choice is
+cores: 16 pieces of 256 KiB gave 0.94 of the best on idle cores, and 0.79 beside computing). So the choice is
 made while every core computes. Mixed, reads alone and writes alone are then measured with that choice on
 cores that do nothing else. All measurements use the engine that training uses, on a nameless file whose
 blocks have been written once, since new blocks are slow. Among rates within 5 % of the best the one with the
