@@ -24,8 +24,6 @@ PERCENTILES = {"p50": 50.0, "p95": 95.0, "p99": 99.0, "p99.9": 99.9}
 FIO_ENGINES = ("io_uring", "libaio")
 PEERS = ("fio", "fio-as-is", "libaio")
 """The names for `peers`. fio has its buffers in huge pages, like our engines; fio-as-is in 4 KiB pages."""
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Makes glibc's malloc, from which fio's buffers come, ask for huge pages."""
 MOST_THREADS = 256
 """The limit for an engine without io_uring."""
 
@@ -261,7 +259,7 @@ class FioPeer:
             "lat_percentiles": 1,
             "percentile_list": ":".join(str(percent) for percent in PERCENTILES.values()),
         }
-        found = fio.job_of(fio.launch(job, HUGE_PAGES if self.huge else {}))
+        found = fio.job_of(fio.launch(job, fio.HUGE_PAGES if self.huge else {}))
         try:
             return _sample_of(found)
         except (KeyError, ZeroDivisionError) as error:

@@ -6,9 +6,10 @@ read and wrote per step. B is measured right before and right after that run and
 speed drifts.
 
 [Note: two measures of one disk] fio is not part of Infinity, so T* by fio's bandwidths is an independent
-limit. Infinity's own engine, set as in training, may be faster (its memory lies in huge pages): T* by its
-bandwidths is what a run could have reached, and the basis of forecasts. Both measure the same blocks of the
-same file, one after the other. Without fio, the floor uses our own engine.
+limit. Its buffers lie in huge pages, as those of training do: in small ones, as it is installed, it is half
+as fast, and no limit. Infinity's own engine stands beside it, set as in training: T* by its bandwidths is
+what a run could have reached, and the basis of forecasts. Both measure the same blocks of the same file, one
+after the other. Without fio, the floor uses our own engine.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class Measuring:
             f"requests of {format_size(_REQUEST_NBYTES)} in {speed.depth} x {format_size(speed.piece_nbytes)}"
         )
         own = f"our engine: {speed.engine}, {requests}"
-        fio = f"fio, {self.fio.engine}, 32 x 1.0 MiB" if self.fio else "fio is not installed"
+        fio = f"fio in huge pages, {self.fio.engine}, 32 x 1.0 MiB" if self.fio else "fio is not installed"
         return f"{fio}; {own}; O_DIRECT, the same {size}, the run's own mix"
 
     def measure(self, percent: int) -> Speeds:

@@ -36,7 +36,7 @@ from infinity.bench.planning.plan import planned_of
 from infinity.bench.planning.planned import Planned
 from infinity.bench.targets import Target
 from infinity.errors import ConfigError
-from infinity.planning.capacity import HOST_MEMORY, PROCESS
+from infinity.planning.capacity import HOST_MEMORY
 from infinity.sizes import format_size, parse_size
 from infinity.storage import disk_speed
 
@@ -61,9 +61,9 @@ class LargeRun:
     bytes_per_parameter: float
     planned_bytes_per_parameter: float
     peak_nbytes: int
-    """Above the memory after the imports."""
+    """Of all that the process has in memory, imports included."""
     planned_nbytes: int
-    """Of host memory, but for Python and torch."""
+    """Of host memory, with Python and torch, if the plan has measured these."""
     loss: float
 
     @property
@@ -137,8 +137,8 @@ def beside(options: argparse.Namespace, planned: Planned, measured: Measured) ->
         planned_s=planned.step_s,
         bytes_per_parameter=measured.bytes_per_parameter,
         planned_bytes_per_parameter=moved / measured.parameters,
-        peak_nbytes=measured.peak_nbytes,
-        planned_nbytes=sum(nbytes for what, nbytes in memory.parts if what != PROCESS),
+        peak_nbytes=measured.baseline_nbytes + measured.peak_nbytes,
+        planned_nbytes=memory.nbytes,
         loss=measured.loss,
     )
 
@@ -165,7 +165,7 @@ def findings_of(found: LargeRun, options: argparse.Namespace) -> Findings:
             Column("planned_s", "planned", seconds),
             Column("bytes_per_parameter", "B per parameter", "{:.1f}".format),
             Column("planned_bytes_per_parameter", "planned", "{:.1f}".format),
-            Column("peak_nbytes", "peak above imports", format_size),
+            Column("peak_nbytes", "peak of the process", format_size),
             Column("planned_nbytes", "planned", format_size),
             Column("loss", "loss", "{:.3f}".format),
         ],

@@ -477,7 +477,8 @@ def _disk(options: argparse.Namespace) -> Disk | None:
             f"--nvme {options.nvme}: its disk could not be measured. Give --nvme-read, --nvme-write and "
             "--nvme-mixed."
         )
-    return Disk(speed.read, speed.write, speed.mixed)
+    beside = min(1.0, speed.beside / speed.mixed) if speed.beside else 1.0
+    return Disk(speed.read, speed.write, speed.mixed, beside)
 
 
 def _rates(options: argparse.Namespace, disk: Disk | None) -> Rates | None:
@@ -487,7 +488,8 @@ def _rates(options: argparse.Namespace, disk: Disk | None) -> Rates | None:
     kernels = _kernels(options)
     on_host = options.device_memory is None and options.gpu_memory is None
     shared = Disk(*(rate / options.local_ranks for rate in (disk.read, disk.write, disk.mixed)))
-    rates = replace(kernels, disk=shared, link=options.link * 1e9 if options.link else kernels.link)
+    link = options.link * 1e9 if options.link else kernels.link
+    rates = replace(kernels, disk=shared, moving=disk.beside, link=link)
     if on_host:
         return rates
     gpu_link = options.gpu_link * 1e9 if options.gpu_link else kernels.copied
@@ -502,8 +504,7 @@ def _kernels(options: argparse.Namespace) -> Rates:
     """Return the rates of this machine's cores."""
     found = cores.cores(options.state_dtype)
     update = options.update_rate * 1e9 if options.update_rate else found.update
-    disk = Disk(1.0, 1.0, 1.0)
-    return Rates(disk, update, checked=found.checked, copied=found.copied, shared=found.shared)
+    return Rates(Disk(1.0, 1.0, 1.0), update, checked=found.checked, copied=found.copied, shared=found.shared)
 
 
 def _seconds(options: argparse.Namespace, outline: Outline, console: Console) -> float | None:

@@ -4,19 +4,20 @@ I/O.
 [Note: servers]
 Reads, writes, the lane's work, collectives and computing are *servers*, each serving one demand after the
 other at a speed that depends on who else is busy: a disk that reads and writes at once does the mix, half
-each; cores that compute and update at once do either at some share of its speed. What the lane does for each
-request of a tile ("asking": Python, and waking the disk's thread) is a server of its own: it disturbs
-computing otherwise than updates do. Where an accelerator computes, its link is two servers, "up" and "down",
-and the thread that launches its work one more, "launch" (see simulated_device); "work" is then the thread
-that computes updates, and "handling" the lane's. Updates are as fast as host memory moves their records, so
-they lose what the link's copies take of that. Time jumps to whatever ends next.
+each, and is slower while the cores compute, for which the thread that asks it waits; cores that compute and
+update at once do either at some share of its speed. What the lane does for each request of a tile ("asking":
+Python, and waking the disk's thread) is a server of its own: it disturbs computing otherwise than updates do.
+Where an accelerator computes, its link is two servers, "up" and "down", and the thread that launches its work
+one more, "launch" (see simulated_device); "work" is then the thread that computes updates, and "handling" the
+lane's. Updates are as fast as host memory moves their records, so they lose what the link's copies take of
+that. Time jumps to whatever ends next.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,6 +42,8 @@ class Disk:
     write: float
     mixed: float
     """Both at once, together."""
+    beside: float = 1.0
+    """How fast it is, of that, while every core computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,8 @@ class Rates:
     """How fast that goes while others compute."""
     computing_asked: float = 0.5
     """How fast these then compute."""
+    moving: float = 1.0
+    """How fast the disk is while these compute."""
     use_s: float = 0.0
     """Seconds of the thread that computes for each use of a unit that is moved: hooks and gradients."""
     launch_s: float = 0.0
@@ -146,12 +151,7 @@ class Clock:
     def _of_busy(self) -> dict[str, float]:
         """Return the speed of each server that is busy."""
         busy = {name: 1.0 for name, queue in self._queues.items() if queue}
-        if "read" in busy and "write" in busy:
-            busy["read"] = busy["write"] = self._disk.mixed / 2
-        elif "read" in busy:
-            busy["read"] = self._disk.read
-        elif "write" in busy:
-            busy["write"] = self._disk.write
+        busy |= self._of_disk(busy)
         for name, speed in self._links.items():
             if name in busy:
                 busy[name] = speed
@@ -163,6 +163,14 @@ class Clock:
         if "work" in busy and copied and self._rates.memory < math.inf:
             busy["work"] *= max(_LEAST_OF_MEMORY, 1 - copied / self._rates.memory)
         return busy
+
+    def _of_disk(self, busy: Collection[str]) -> dict[str, float]:
+        """Return the speed of reads and of writes, where these are among what is busy."""
+        disk, both = self._disk, "read" in busy and "write" in busy
+        alone = {"read": disk.read, "write": disk.write}
+        waits = self._rates.shared and "compute" in busy
+        share = self._rates.moving if waits else 1.0
+        return {name: share * (disk.mixed / 2 if both else alone[name]) for name in alone if name in busy}
 
 
 class SimulatedPass(QueuedPass[int]):

@@ -51,6 +51,13 @@ def test_what_the_lane_asks_the_disk_for_disturbs_computing_in_its_own_way():
     assert ended(Clock(Rates(DISK, shared=False)), compute=3.0, asking=1.0) == {"asking": 1.0, "compute": 3.0}
 
 
+def test_a_disk_is_slower_while_the_cores_that_ask_it_compute():
+    assert ended(Clock(Rates(DISK, moving=0.5)), read=20.0, compute=2.0) == {"compute": 2.0, "read": 3.0}
+    assert ended(Clock(Rates(DISK, moving=0.5)), read=20.0, write=20.0, compute=1.0)["read"] == 5.5
+    assert ended(Clock(Rates(DISK, moving=0.5)), read=20.0) == {"read": 2.0}
+    assert ended(Clock(Rates(DISK, moving=0.5, shared=False)), read=20.0, compute=2.0)["read"] == 2.0
+
+
 def test_a_tile_is_asked_for_before_it_is_worked_on():
     clock = Clock(Rates(DISK))
     SimulatedLane(clock, 1).submit(SimulatedPass(0, 2, 0.0, 1.0, 0.0, asked_s=3.0))

@@ -3,8 +3,10 @@
 import errno
 import json
 import logging
+import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -26,7 +28,7 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("INFINITY_CACHE", str(place))
     monkeypatch.delenv("INFINITY_MEASURE")
     monkeypatch.delenv("INFINITY_AIO", raising=False)
-    for name in ("_FILL_S", "_TRIAL_S", "_ALONE_S"):
+    for name in ("_FILL_S", "_TRIAL_S", "_ALONE_S", "_BESIDE_S"):
         monkeypatch.setattr(disk, name, 0.01)
     monkeypatch.setattr(disk, "_FILE_NBYTES", 32 << 20)
     return place
@@ -47,7 +49,7 @@ def test_a_measurement_is_kept_for_all_folders_of_the_filesystem_and_leaves_no_f
     available(folder, kind)
     (folder / "below").mkdir()
     speed = disk.measure(str(folder), kind)
-    assert min(speed.read, speed.write, speed.mixed) > 0
+    assert min(speed.read, speed.write, speed.mixed, speed.beside) > 0
     assert speed.engine == kind
     assert (speed.piece_nbytes, speed.depth) in disk._CHOICES[kind]
     assert disk.measured(str(folder / "below"), kind) == speed
@@ -103,6 +105,35 @@ def test_of_equal_rates_the_one_with_least_in_flight_is_taken():
     rates = {(32, 1 << 20): 2.00e9, (16, 1 << 20): 1.96e9, (8, 4 << 20): 2.02e9, (8, 1 << 20): 1.5e9}
     assert disk.best(rates) == (1.96e9, 16, 1 << 20)
     assert disk.best({**rates, (64, 1 << 18): 1.96e9}) == (1.96e9, 64, 1 << 18)
+
+
+def test_the_mix_is_measured_once_more_while_every_core_computes(folder, monkeypatch):
+    def busy():
+        return [one for one in threading.enumerate() if one.name == "infinity-computing"]
+
+    seen = []
+    real = disk._move
+
+    def noting(engine, *rest):
+        seen.append(len(busy()))
+        return real(engine, *rest)
+
+    monkeypatch.setattr(disk, "_move", noting)
+    disk.measure(str(folder))
+    cores = len(os.sched_getaffinity(0))
+    assert set(seen[:-1]) == {0}
+    assert seen[-1] == cores
+    assert not busy()
+
+
+def test_a_disk_that_was_measured_on_idle_cores_alone_is_measured_anew(folder, cache):
+    disk._keep(str(folder), SPEED)
+    assert disk.measured(str(folder)) == SPEED
+    entries = json.loads((cache / "disks.json").read_text())
+    for entry in entries.values():
+        del entry["beside"]
+    (cache / "disks.json").write_text(json.dumps(entries))
+    assert disk.measured(str(folder)) is None
 
 
 # What hinders it

@@ -109,7 +109,7 @@ def test_fio_gets_a_quarter_of_what_is_free_and_a_full_disk_is_told(fio_without_
 
     monkeypatch.setattr(os, "statvfs", lambda _: Status)
     gauge = floor.gauge_on(fio_without_io_uring, 1 << 30, 1)
-    assert gauge.source.startswith("fio, libaio, 32 x 1.0 MiB; our engine: ")
+    assert gauge.source.startswith("fio in huge pages, libaio, 32 x 1.0 MiB; our engine: ")
     assert gauge.source.endswith("; O_DIRECT, the same 58.0 MiB, the run's own mix")
     assert f"--size={58 << 20}" in (fio_without_io_uring / "calls").read_text()
     Status.f_bavail = 30_000
@@ -153,7 +153,7 @@ def fio_without_io_uring(tmp_path, monkeypatch):
     """A program called fio that answers as fio does, but refuses io_uring."""
     (tmp_path / "answer.json").write_text(ANSWER)
     script = f"""#!/bin/sh
-echo "$@" >> {tmp_path}/calls
+echo "$GLIBC_TUNABLES $@" >> {tmp_path}/calls
 case "$*" in *--ioengine=io_uring*) echo "fio: engine io_uring not loadable" >&2; exit 1;; esac
 cat {tmp_path}/answer.json
 """
@@ -177,6 +177,7 @@ def test_where_io_uring_is_refused_fio_uses_libaio(fio_without_io_uring):
     ]
     assert "--rwmixread=60" in calls[-1]
     assert all("--direct=1" in call and "--bs=1m" in call and "--iodepth=32" in call for call in calls)
+    assert all(call.startswith("glibc.malloc.hugetlb=1 ") for call in calls)
 
 
 def test_a_fio_that_works_with_no_engine_ends_with_its_words(fio_without_io_uring):

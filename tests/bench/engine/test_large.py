@@ -61,3 +61,4 @@ def test_a_small_model_runs_beside_its_plan(folder, monkeypatch):
     assert row["planned_s"] > 0
     assert 20 < row["bytes_per_parameter"] < 28
     assert row["planned_bytes_per_parameter"] == pytest.approx(row["bytes_per_parameter"], rel=0.1)
+    assert row["planned_nbytes"] == pytest.approx(row["peak_nbytes"], rel=0.2)

@@ -230,7 +230,7 @@ def test_with_micro_batches_deepspeed_is_the_only_rival():
 def test_the_floors_verdict_is_the_median_of_the_ratios_within_rounds():
     found = seconds({EXACT: [16.25, 18.0, 65.0]})
     assert step.verdicts(found, parsed()) == [
-        "≥ 0.85 T* / step, Infinity, 512MiB, backward, fp32 state, 64 tokens: 0.90 ✓"
+        "≥ 0.9 T* / step, Infinity, 512MiB, backward, fp32 state, 64 tokens: 0.90 ✓"
     ]
 
 
