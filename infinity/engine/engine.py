@@ -365,11 +365,10 @@ class Engine:
             self.pins = Pins(self.units, frequencies, self.lane, self.kept, stores, lodges, same)
             if self.durable is None:
                 self.residency.before_routed_fetch.append(self.pins.admit)
-        if self.pins is not None and lodges is not None:
-            if self.partition is None:  # a rank that goes on after such an error has lost the others
-                look = Shortage(self.device, self.pins.empty_device).look
-                self.hooks.forward_began.append(look)
-                self.hooks.round_began.append(look)
+        if self.pins is not None and lodges is not None and self.partition is None:  # else others are lost
+            look = Shortage(self.device, self.pins.empty_device).look
+            self.hooks.forward_began.append(look)
+            self.hooks.round_began.append(look)
         if self.pins is not None and (lodges is not None or self.durable is None):
             self.hooks.forward_began.append(self.pins.forward_began)
 

@@ -29,7 +29,6 @@ from functools import partial
 from types import MappingProxyType
 
 import numpy as np
-import xxhash
 
 from infinity.lane.lane import StreamLane
 from infinity.lane.passes import LeavePass
@@ -56,7 +55,9 @@ from infinity.records.record import Record
 from infinity.sizes import BLOCK, round_up
 from infinity.storage.memory import Ledger
 from infinity.storage.store import Extent, HostStore, Store
+from infinity.units.agreed import are_same, never
 from infinity.units.all_fields import AllFields
+from infinity.units.all_fit import place_all
 from infinity.units.device_tier import DeviceTier
 from infinity.units.unit import Unit
 
@@ -124,27 +125,16 @@ class Pins:
         if self._steps or self._placement:
             return
         if self._tier is None:
-            self._place_all_that_is_trained()
+            here = self._nvme is self._host
+            revision = None if here else place_all(self._units, self._fields, self._free_nbytes())
+            if revision is not None:
+                self._revise(revision)
+                self._set_targets()
             return
         frozen = [unit for unit in self._units if not unit.trainable and not self._tier.is_routed(unit)]
         weights = ((one.index, one.record.field_nbytes("hi"), _parts(one)) for one in frozen)
         self._placement = place_before_first_step(weights, self._budget(0))
         self._lodge(moves=False)
-
-    def _place_all_that_is_trained(self) -> None:
-        """Let all fields stay in host memory from the first fetch on, if they fit beside all gradients: no
-        count is needed to know that, and no update of the first steps is written.
-        """
-        if self._nvme is self._host or any(not _moves_up_whole(one) for one in self._units):
-            return
-        self._fields.look()
-        gradients_nbytes = 2 * sum(one.record.field_nbytes("hi") for one in self._units)  # of two steps, or fp32
-        if int(self._fields.nbytes.sum()) + gradients_nbytes > self._kept.free_nbytes:
-            return
-        rows = zip(self._fields.keys, self._fields.nbytes.tolist(), strict=True)
-        moves = tuple(Move(*key, nbytes, "nvme", "host") for key, nbytes in rows)
-        self._revise(Revision(dict.fromkeys(self._fields.keys, "host"), moves, "all fields fit"))
-        self._set_targets()
 
     def close_step(self) -> None:
         """Decide anew from time to time, first after the first step: it shows what gradients take. After each
@@ -355,7 +345,7 @@ class Pins:
             ]
         if self._tier is None or self._same is None:
             return revise(old, candidates, budget, horizon_steps)
-        agreed = partial(_are_same, self._same) if by_all else _never
+        agreed = partial(are_same, self._same) if by_all else never
         return revise_in_turn(old, candidates, budget, horizon_steps, agreed)
 
     def _revision_in_host(
@@ -598,24 +588,6 @@ class Pins:
                 unit.unbind()
 
 
-def _moves_up_whole(unit: Unit) -> bool:
-    """Whether a unit's next fetch and its update leave all fields in host memory that are to be there."""
-    return unit.trainable and unit.record.in_files is None and unit.residence.fetch is None
-
-
 def _parts(unit: Unit) -> int:
     """Return of how many ranks' parts a unit is put together."""
     return len(unit.record.holders.members)
-
-
-def _are_same(same: Callable[[int, str], bool], placement: Placement) -> bool:
-    """Whether all ranks have decided alike what lives on their devices."""
-    said = str(list(placement)).encode()
-    if same(xxhash.xxh3_64_intdigest(said) >> 1, "place what lives on the device"):
-        return True
-    logger.warning("placement: the ranks expect different uses of units, and what lives on devices stays")
-    return False
-
-
-def _never(_: Placement) -> bool:
-    return False
