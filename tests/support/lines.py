@@ -40,22 +40,32 @@ class Marks(ast.NodeTransformer):
                 setattr(node, name, [one for statement in block for one in self._marked(statement)])
         return node
 
+    def visit_Module(self, node):
+        """A module keeps the name that it has looked up: at an interpreter's end it outlives builtins."""
+        node = self.generic_visit(node)
+        (kept,) = ast.parse("from builtins import __reached__").body
+        node.body.insert(len(list(itertools.takewhile(_comes_first, node.body))), kept)
+        return node
+
     def visit_If(self, node):
         types_alone = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         return node if types_alone else self.generic_visit(node)
 
     def _marked(self, statement):
-        says_nothing = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-        of_compiler = isinstance(statement, ast.Global | ast.Nonlocal) or (
-            isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
-        )
-        if says_nothing or of_compiler:
+        if _comes_first(statement) or isinstance(statement, ast.Global | ast.Nonlocal):
             return [statement]
         self.lines.add(statement.lineno)
         (mark,) = ast.parse(f"__reached__[{self.first + statement.lineno}] = 1").body
         for node in ast.walk(mark):
             ast.copy_location(node, statement)
         return [mark, statement]
+
+
+def _comes_first(statement):
+    """Whether it is a docstring or `...`, or an import from __future__: no code."""
+    if isinstance(statement, ast.Expr):
+        return isinstance(statement.value, ast.Constant)
+    return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
 
 
 class Marked:
