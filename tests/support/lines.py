@@ -14,7 +14,6 @@ import hashlib
 import itertools
 import marshal
 import os
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -86,12 +85,13 @@ class Marked:
         self.digest = digest.hexdigest()[:12]
 
     def write(self, folder):
-        """Put the marked code where the processes of a run look for it."""
-        shutil.rmtree(folder / "code", ignore_errors=True)
+        """Put the marked code where the processes of a run look for it; those of another may read it."""
         for path, tree in self._trees.items():
             code = Path(f"{folder}/code{path}")
             code.parent.mkdir(parents=True, exist_ok=True)
-            code.write_bytes(marshal.dumps(compile(tree, str(path), "exec", dont_inherit=True)))
+            marked = marshal.dumps(compile(tree, str(path), "exec", dont_inherit=True))
+            if not (code.exists() and code.read_bytes() == marked):
+                code.write_bytes(marked)
 
     def environment(self, reached):
         """Return what a process needs in order to count in that file, which is made where it is not there."""
