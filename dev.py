@@ -278,6 +278,11 @@ def soak(rest: list[str]) -> NoReturn:
     script("soak", rest)
 
 
+def lines(rest: list[str]) -> NoReturn:
+    """Run the tests as `test` does, and say which lines of infinity/ they reach."""
+    script("lines", rest)
+
+
 def lint() -> int:
     """Check format, style, types and the C compiler's warnings."""
     python = set_up("lint")
@@ -396,9 +401,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     tasks = parser.add_subparsers(
-        dest="task", required=True, metavar="demo | test | lint | docs | gpu | faults | soak | build"
+        dest="task", required=True, metavar="demo | test | lint | docs | gpu | faults | soak | lines | build"
     )
-    for task in (demo, test, lint, docs, gpu, faults, soak, build):
+    for task in (demo, test, lint, docs, gpu, faults, soak, lines, build):
         summary = (task.__doc__ or "").splitlines()[0]
         command = tasks.add_parser(task.__name__, help=summary, description=summary)
         if task is test:
@@ -421,8 +426,8 @@ def main() -> int:
         test(rest, everything=options.all)
     if options.task == "gpu":
         return gpu(rest, packs=options.pack, sets_up=options.set_up)
-    if options.task in ("docs", "faults", "soak"):
-        return {"docs": docs, "faults": faults, "soak": soak}[options.task](rest)
+    if options.task in ("docs", "faults", "soak", "lines"):
+        return {"docs": docs, "faults": faults, "soak": soak, "lines": lines}[options.task](rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return {"lint": lint, "build": build}[options.task]()

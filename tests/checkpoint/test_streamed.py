@@ -117,7 +117,6 @@ def test_what_cannot_be_sent_is_refused(folder, model, dtype, says):
         infinity.stream_weights(one, lambda *_: None, dtype)
 
 
-@pytest.mark.slow
 @pytest.mark.multi
 def test_processes_of_a_group_receive_the_weights_and_the_senders_errors(tmp_path):
     forked(3, SUPPORT / "streamed_run.py", tmp_path)

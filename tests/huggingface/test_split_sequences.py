@@ -2,6 +2,7 @@
 Trusted: Accelerate's samplers. Sequences are faked; tests/sequences/test_ranks.py trains on two ranks.
 """
 
+import contextlib
 from types import SimpleNamespace
 
 import accelerate
@@ -13,7 +14,13 @@ from torch.utils.data import BatchSampler, DataLoader
 import models
 from infinity import UnsupportedError
 from infinity.huggingface import split_sequences as module
-from infinity.huggingface.split_sequences import check_losses, compare_sequences, share, split_sequences
+from infinity.huggingface.split_sequences import (
+    check_losses,
+    check_split,
+    compare_sequences,
+    share,
+    split_sequences,
+)
 
 ROWS = torch.arange(12).unsqueeze(1)
 
@@ -65,3 +72,84 @@ def test_a_loss_that_the_trainer_makes_of_a_ranks_logits_is_refused_by_name(name
     one = SimpleNamespace(**{**asked, name: 0.1})
     with pytest.raises(UnsupportedError, match=rf"{name}, where ranks share .*shift_labels"):
         check_losses(one, one)
+
+
+class Trainer:
+    """A Trainer on rank 1 of four, of which two share each sequence; faked but for its loader."""
+
+    def __init__(self, model):
+        self.model = model
+        sampler = BatchSampler(range(len(ROWS)), batch_size=2, drop_last=False)
+        self.loader = DataLoader(ROWS, batch_sampler=BatchSamplerShard(sampler, 4, 1))
+        self.label_smoothing_factor, self.compute_loss_func = 0.0, None
+
+    def get_train_dataloader(self):
+        return self.loader
+
+    def get_batch_samples(self, epoch_iterator, count):
+        return [next(epoch_iterator) for _ in range(count)]
+
+    def evaluation_loop(self, dataloader):
+        return dataloader, self.whole
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    """The Trainer that is made with a model of which two ranks share each sequence."""
+    model = models.MODELS["llama"]()
+    one = Trainer(model)
+    one.whole = False
+
+    @contextlib.contextmanager
+    def whole():
+        one.whole = True
+        yield
+        one.whole = False
+
+    sequences = SimpleNamespace(size=2, data_ranks=2, data_rank=0, whole=whole)
+    monkeypatch.setattr(module, "is_divided", lambda _model: True)
+    monkeypatch.setattr(module, "sequences_of", lambda _model: sequences)
+    monkeypatch.setattr(module, "made_trainer", lambda: one)
+    monkeypatch.setattr(module, "SequenceParallelLoader", Split)
+    split_sequences(model, SimpleNamespace(label_smoothing_factor=0.0))
+    return one
+
+
+class Split:
+    """Stands for a loader that splits the batches of another."""
+
+    def __init__(self, batches, sequences):
+        self.batches = batches
+
+    def __iter__(self):
+        return (("part of", one.flatten().tolist()) for one in self.batches)
+
+    def __len__(self):
+        return 3
+
+
+def test_a_trainers_batches_are_split_and_evaluations_see_whole_ones(trainer):
+    loader = trainer.get_train_dataloader()
+    assert trainer.get_batch_samples(iter(loader), 2) == [("part of", [0, 1]), ("part of", [4, 5])]
+    assert trainer.evaluation_loop("loader") == ("loader", True)
+    assert not trainer.whole
+
+
+def test_a_loader_that_splits_its_batches_itself_is_left_as_it_is(trainer):
+    own = trainer.loader = Split([torch.ones(1)], None)
+    assert trainer.get_train_dataloader() is own
+    assert trainer.get_batch_samples(iter([1, 2]), 2) == [1, 2]
+
+
+def test_a_training_that_would_not_split_its_batches_is_refused_when_it_begins(trainer, monkeypatch):
+    arguments = SimpleNamespace(ignore_data_skip=False, gradient_accumulation_steps=2, max_steps=10)
+    own, model = Split([], None), trainer.model
+    monkeypatch.setattr(module, "running_trainer", lambda: trainer)
+    for steps in (0, 2, 4):  # epochs of three batches have two steps
+        check_split(model, arguments, SimpleNamespace(global_step=steps), own)
+    with pytest.raises(UnsupportedError, match="step 3 is in the middle of an epoch of 2 steps"):
+        check_split(model, arguments, SimpleNamespace(global_step=3), own)
+    check_split(model, arguments, SimpleNamespace(global_step=3), trainer.loader)
+    monkeypatch.setattr(module, "running_trainer", lambda: Trainer(model))
+    with pytest.raises(UnsupportedError, match="batches are not split: give it the callback"):
+        check_split(model, arguments, SimpleNamespace(global_step=0), own)

@@ -43,11 +43,14 @@ def assert_crosses_once(one):
 
 
 @pytest.mark.multi
+@pytest.mark.disk
 def test_weights_cross_between_two_machines_once_in_a_step_with_the_same_bits(tmp_path):
-    given = answers(tmp_path, 4, ["one by one", "different"], **{LOCAL_SIZE: "2"})
-    assert_as_reference(given, ["one by one"])
+    given = answers(tmp_path, 4, ["one by one", "stored", "different"], **{LOCAL_SIZE: "2"})
+    assert_as_reference(given, ["one by one", "stored"])
     for one in given:
         assert_crosses_once(one["one by one"])
+        assert_crosses_once(one["stored"])
+        assert one["stored"]["stored"] > 0, "host memory had no room for them"
         assert one["one by one"]["kept"] == one["one by one"]["weights"] // 2
         assert one["different"] == given[0]["different"]
         assert "rank 0: secondary_shard='machine'; rank 1: secondary_shard=2" in one["different"]["error"]
