@@ -33,9 +33,11 @@ from infinity.errors import UnsupportedError
 from infinity.lane.fetch import UpdatePass
 from infinity.planning.layout import FlatLayout
 from infinity.planning.residence import Residence
+from infinity.records.in_files import skew_nbytes
 from infinity.records.record import Record
 from infinity.records.updates import MissedUpdates, PendingUpdates, Update
 from infinity.records.weights import compute_dtype
+from infinity.storage.memory import framed_nbytes
 from infinity.tensors import is_distributed
 from infinity.units.attached import DATA, Attached, set_changes
 from infinity.units.changes import Changes
@@ -66,6 +68,8 @@ class _Opened(NamedTuple):
     """Where it enters its storage's key, so that the unit of any tensor can be found."""
     placeholders: list[torch.Tensor]
     in_place: bool
+    skew_nbytes: int
+    """How far behind the begin of a block its memory begins while its record lies in files: see in_files."""
 
 
 class Unit:
@@ -90,6 +94,8 @@ class Unit:
         """`hi` in the memory that computes, while the unit is resident; else without elements."""
         self.storage_key = int(self.flat.untyped_storage()._cdata)
         """Identifies the storage: any tensor that shares it shows the same number."""
+        self.framed = False
+        """Whether the blocks in which the memory of `flat` begins and ends are its own: see Request."""
         self._opened: _Opened
         self._memory: mmap | torch.Tensor | None = None
         """The memory of the record that `flat` lies in; None where it is a block."""
@@ -199,7 +205,10 @@ class Unit:
             placeholders = [
                 placeholder(segment.shape, self.flat.dtype, device) for segment in self.layout.segments
             ]
-        self._opened = _Opened(blocks, by_storage, placeholders, in_place)
+        framed = framed_nbytes(self.resident_nbytes) if in_place else 0
+        skew = skew_nbytes(self.record) if framed else 0
+        self.resident_nbytes = framed if skew else self.resident_nbytes
+        self._opened = _Opened(blocks, by_storage, placeholders, in_place, skew)
         for parameter, stand_in in zip(self.parameters, placeholders, strict=True):
             release(parameter, stand_in)
             set_changes(parameter, self.changes)
@@ -243,10 +252,12 @@ class Unit:
         since a Ctrl-C came before anybody knew of the fetch that fills it, it keeps: copies may be under way.
         """
         memory = self._place_of_hi()
-        if memory is None and self._has_block:
+        skew = self._opened.skew_nbytes if self.record.in_files is not None else 0
+        if memory is None and self._has_block and (skew or not self.framed):
             pass
         elif memory is None:
-            self._bind(self._opened.blocks.come(self.layout.numel, self.flat.dtype), None)
+            flat = self._opened.blocks.come(self.layout.numel, self.flat.dtype, skew)
+            self._bind(flat, None, framed=skew > 0)
         elif memory is not self._memory:
             self._bind(wrap(memory, self.layout.numel, self.flat.dtype), memory)
         if self.record.on_device and self.on_device:
@@ -280,13 +291,20 @@ class Unit:
             self.record.give_new_memory("hi")
             self.allocate()
         else:
-            flat = self._opened.blocks.take(self.layout.numel, self.flat.dtype)
-            flat.copy_(self.flat)
-            self._bind(flat, None)
+            self._go_on_in_copy()
+
+    def _go_on_in_copy(self) -> None:
+        flat = self._opened.blocks.take(self.layout.numel, self.flat.dtype)
+        flat.copy_(self.flat)
+        self._bind(flat, None)
 
     def lend_to(self, job: UpdatePass) -> None:
-        """Have an update start from the unit's values, in memory that the unit shares with no one."""
+        """Have an update start from the unit's values, in memory that the unit shares with no one, and that
+        the disk can write from: a record that is updated lies in files no more.
+        """
         self.stop_sharing()
+        if self.framed:
+            self._go_on_in_copy()
         job.start_from(self.flat)
 
     @property
@@ -311,9 +329,9 @@ class Unit:
             self._opened.blocks.outlived(self.flat)
         return True
 
-    def _bind(self, flat: torch.Tensor, memory: mmap | torch.Tensor | None) -> None:
+    def _bind(self, flat: torch.Tensor, memory: mmap | torch.Tensor | None, *, framed: bool = False) -> None:
         self._leave_memory()
-        self.flat, self._memory = flat, memory
+        self.flat, self._memory, self.framed = flat, memory, framed
         self.storage_key = int(flat.untyped_storage()._cdata)
         with torch.inference_mode(mode=False), torch.no_grad():
             self._views = [flat[one.start : one.stop].view(one.shape) for one in self.layout.segments]
