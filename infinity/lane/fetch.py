@@ -38,8 +38,10 @@ class FetchTarget(Protocol):
     record: Record
     base: int
     flat: torch.Tensor
-    framed: bool
-    """Whether the blocks in which the memory of `flat` begins and ends are its own."""
+
+    @property
+    def framed(self) -> bool:
+        """Whether the blocks in which the memory of `flat` begins and ends are its own."""
 
     @property
     def pending(self) -> PendingUpdates:
@@ -179,15 +181,14 @@ class FetchPass(_UnitPass):
         if at_once is not None and self.own_address("hi", 0) is not None:
             return tiles(self._filled(), self._tile_numel * at_once)
         # What lies in files takes its window, twice as much for small parameters: see checkpoint_store.
-        windows = 0 if self.record.in_files is None or self._comes_straight() else 2 * schema.width
-        in_slot = windows == 0 or self.own_address("hi", 0) is None
-        width = windows + schema.width * in_slot
+        place, in_files = self.own_address("hi", 0), self.record.in_files is not None
+        windows = 2 * schema.width if in_files and not self._comes_straight(place) else 0
+        width = windows + schema.width * (windows == 0 or place is None)
         return tiles(self._filled(), self._tile_numel * max(1, schema.slot_nbytes // width))
 
-    def _comes_straight(self) -> bool:
-        """Whether what lies in files is read straight to the unit's memory, and needs no window."""
-        place = None if self.adopts else self.own_address("hi", 0)
-        return place is not None and comes_straight(self.record, place)
+    def _comes_straight(self, place: int | None) -> bool:
+        """Whether what lies in files is read straight to the unit's memory, at `place`."""
+        return place is not None and not self.adopts and comes_straight(self.record, place)
 
     def reads_and_writes(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """`hi`, which is left in its target if it has one."""

@@ -37,6 +37,7 @@ from infinity.records.in_files import skew_nbytes
 from infinity.records.record import Record
 from infinity.records.updates import MissedUpdates, PendingUpdates, Update
 from infinity.records.weights import compute_dtype
+from infinity.sizes import BLOCK
 from infinity.storage.memory import framed_nbytes
 from infinity.tensors import is_distributed
 from infinity.units.attached import DATA, Attached, set_changes
@@ -68,17 +69,24 @@ class _Opened(NamedTuple):
     """Where it enters its storage's key, so that the unit of any tensor can be found."""
     placeholders: list[torch.Tensor]
     in_place: bool
-    skew_nbytes: int
-    """How far behind the begin of a block its memory begins while its record lies in files: see in_files."""
 
 
 class Unit:
     """The state of one unit. Owned by the residency; guarded by the lane's lock where the lane reads it."""
 
-    def __init__(self, index: int, parameters: list[nn.Parameter], record: Record, base: int = 0) -> None:
+    def __init__(
+        self,
+        index: int,
+        parameters: list[nn.Parameter],
+        record: Record,
+        base: int = 0,
+        *,
+        straight: bool = False,
+    ) -> None:
         """Describe `parameters`, which lie in `record` and are not resident.
 
-        base: the unit's element at which the record, a rank's share of the unit, begins.
+        base: the unit's element at which the record, a rank's share of the unit, begins. straight: what lies
+        in files is read straight to the unit's memory, if it pays; see in_files.
         """
         self.index = index
         self.parameters = parameters
@@ -88,14 +96,16 @@ class Unit:
         self.base = base
         self.in_parts = len(record.holders.members) > 1
         """Whether its record is a part of it, and other ranks have the rest."""
-        self.resident_nbytes = record.schema.width * record.unit_layout.numel
+        nbytes = record.schema.width * record.unit_layout.numel
+        framed = framed_nbytes(nbytes) if straight else 0
+        self._skew_nbytes = skew_nbytes(record) if framed else 0
+        """How far behind the begin of a block its memory begins while its record lies in files."""
+        self.resident_nbytes = framed if self._skew_nbytes else nbytes
         """Bytes on the device while resident."""
         self.flat = torch.empty(0, dtype=compute_dtype(record.schema), device="cpu")
         """`hi` in the memory that computes, while the unit is resident; else without elements."""
         self.storage_key = int(self.flat.untyped_storage()._cdata)
         """Identifies the storage: any tensor that shares it shows the same number."""
-        self.framed = False
-        """Whether the blocks in which the memory of `flat` begins and ends are its own: see Request."""
         self._opened: _Opened
         self._memory: mmap | torch.Tensor | None = None
         """The memory of the record that `flat` lies in; None where it is a block."""
@@ -205,10 +215,7 @@ class Unit:
             placeholders = [
                 placeholder(segment.shape, self.flat.dtype, device) for segment in self.layout.segments
             ]
-        framed = framed_nbytes(self.resident_nbytes) if in_place else 0
-        skew = skew_nbytes(self.record) if framed else 0
-        self.resident_nbytes = framed if skew else self.resident_nbytes
-        self._opened = _Opened(blocks, by_storage, placeholders, in_place, skew)
+        self._opened = _Opened(blocks, by_storage, placeholders, in_place)
         for parameter, stand_in in zip(self.parameters, placeholders, strict=True):
             release(parameter, stand_in)
             set_changes(parameter, self.changes)
@@ -252,12 +259,12 @@ class Unit:
         since a Ctrl-C came before anybody knew of the fetch that fills it, it keeps: copies may be under way.
         """
         memory = self._place_of_hi()
-        skew = self._opened.skew_nbytes if self.record.in_files is not None else 0
+        skew = self._skew_nbytes if self.record.in_files is not None else 0
         if memory is None and self._has_block and (skew or not self.framed):
             pass
         elif memory is None:
             flat = self._opened.blocks.come(self.layout.numel, self.flat.dtype, skew)
-            self._bind(flat, None, framed=skew > 0)
+            self._bind(flat, None)
         elif memory is not self._memory:
             self._bind(wrap(memory, self.layout.numel, self.flat.dtype), memory)
         if self.record.on_device and self.on_device:
@@ -329,9 +336,9 @@ class Unit:
             self._opened.blocks.outlived(self.flat)
         return True
 
-    def _bind(self, flat: torch.Tensor, memory: mmap | torch.Tensor | None, *, framed: bool = False) -> None:
+    def _bind(self, flat: torch.Tensor, memory: mmap | torch.Tensor | None) -> None:
         self._leave_memory()
-        self.flat, self._memory, self.framed = flat, memory, framed
+        self.flat, self._memory = flat, memory
         self.storage_key = int(flat.untyped_storage()._cdata)
         with torch.inference_mode(mode=False), torch.no_grad():
             self._views = [flat[one.start : one.stop].view(one.shape) for one in self.layout.segments]
@@ -339,6 +346,11 @@ class Unit:
                 self._views = self.changes.counted(self._views)
         self._own_shares = self.shares()
         self._opened.by_storage[self.storage_key] = self
+
+    @property
+    def framed(self) -> bool:
+        """Whether the blocks in which the memory of `flat` begins and ends are its own: see Request."""
+        return self._skew_nbytes > 0 and self._memory is None and self.flat.data_ptr() % BLOCK > 0
 
     @property
     def _has_block(self) -> bool:
