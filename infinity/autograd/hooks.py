@@ -22,7 +22,7 @@ one slice after the other: no gradient tells that the last slice is done with a 
 [Note: all at once]
 Following each module costs as much as computing it, where one token is computed with a small layer. So a
 forward without gradients that finds all its units where they compute, so that a use would fetch nothing,
-holds all of them from its begin to its end, and does not follow the modules in it: see also covered.
+holds all of them from its begin to its end, and the modules in it are not followed.
 Of many experts, or rows, which the data chooses among, a token uses few: their tiles are followed, and each
 holds its own.
 
@@ -54,6 +54,7 @@ each is held by the experts' own calls.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,7 +67,6 @@ from torch.utils import _pytree as pytree
 
 from infinity.activations.boundaries import Boundaries, Boundary, stands_between
 from infinity.activations.partitioned import BoundaryPart, PartitionedBoundaries
-from infinity.autograd.covered import CoveredModules
 from infinity.autograd.module_calls import differentiates, refuse, refuse_transform, runs_in_itself
 from infinity.autograd.packed import PackedWeight, unchanged, where_it_is
 from infinity.planning.trace import Phase
@@ -75,7 +75,10 @@ from infinity.tiling import Tile, runs_in_slices, takes_slices_back
 from infinity.units.residency import UnitResidency
 from infinity.units.unit import Unit
 
+logger = logging.getLogger("infinity")
 stands_between(__name__)
+
+
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the id of the backward that is running on this thread, -1 outside any."""
 _grad_enabled, _current_node = torch.is_grad_enabled, torch._C._current_autograd_node
@@ -137,11 +140,13 @@ class Hooks:
         """Units by the key of the storage they are resident in: it tells which weight autograd saves."""
         self._tasks: list[int] = []
         self._leases: list[BackwardLease] = []
-        self._counting = self._at_once = False
+        self._counting = False
+        self._at_once = False
         """Whether the outermost forward holds all units in it: see [Note: all at once]."""
-        self._covered = CoveredModules()
+        self._tiles: set[int] = set()
+        """The id() of the tiles that the data chooses among."""
         self._chosen: set[Unit] = set()
-        """The units of tiles that the data chooses among."""
+        """Their units."""
         self._held: set[Unit] = set()
         self._holds: defaultdict[Unit, list[int]] = defaultdict(list)
         """For each hold that lasts until the gradients accumulate: the graph task in which it began."""
@@ -177,7 +182,7 @@ class Hooks:
     def know_chosen(self, units_of: Mapping[int, Sequence[Unit]]) -> None:
         """Know tiles, by their id(), that the data chooses among; units_of: those of each."""
         routed = self._residency.routed
-        self._covered.know_tiles(units_of)
+        self._tiles.update(units_of)
         self._chosen.update(one for units in units_of.values() for one in units if one in routed)
 
     # Forward
@@ -218,20 +223,14 @@ class Hooks:
         frames.append(frame)
         if task != -1:
             self._note_backward(task)
-        if self._at_once and (outer is None or key in self._covered.tiles):
-            self._hold_at_once(module, units, below, frame)
+        if self._at_once and (outer is None or key in self._tiles):
+            own = units if key in self._tiles else [one for one in below if one not in self._chosen]
+            self._residency.hold_here(own, frame.units)
             return
         as_chosen = slices and self._residency.in_round  # see [Note: routed units in tiles]
         for unit in units:
             if not (as_chosen and unit in self._residency.routed):
                 self._hold(unit, frame)
-
-    def _hold_at_once(self, module: nn.Module, own: Sequence[Unit], below: Sequence[Unit], to: Frame) -> None:
-        """Hold the units of a tile, or all in an outermost module: see [Note: all at once]."""
-        is_tile = id(module) in self._covered.tiles
-        self._residency.hold_here(own if is_tile else [u for u in below if u not in self._chosen], to.units)
-        if not is_tile:
-            self._covered.take_off(self, module, below)
 
     def _is_held(self, module: nn.Module, units: Sequence[Unit], task: int) -> bool:
         """Whether a forward that is under way holds what `module` uses: see [Note: covered modules], and
@@ -314,7 +313,7 @@ class Hooks:
         """
         if not self._at_once or len(self._frames) != 1:
             return False
-        if self._frames[0].module == id(module) or id(module) in self._covered.tiles:
+        if self._frames[0].module == id(module) or id(module) in self._tiles:
             return False
         return not torch.is_grad_enabled() and graph_task() == -1
 
@@ -379,7 +378,6 @@ class Hooks:
         """End the innermost frame. Where a Ctrl-C interrupts this, `_abandon_frames` ends the rest."""
         try:
             if self._at_once and len(self._frames) == 1:
-                self._covered.put_back()
                 self._residency.drop_here(frame.units)
             while frame.units:
                 self._end_use(frame.units.pop(0), frame, output)

@@ -91,18 +91,20 @@ class Entering(_Hook):
         """Fetch `units`, or all those `below` where one call of the module calls each child many times.
         covers: see [Note: covered modules] in hooks.
         """
-        self._owner, self.follower = owner, hooks
+        self._owner, self._hooks = owner, hooks
         self._units, self._below, self._covers = units, below, covers
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """As torch calls it; returns other arguments where `_whole` does."""
-        hooks = self.follower
+        """As torch calls it; returns other arguments where `_would_repeat_weight`."""
+        hooks = self._hooks
         if _transform() is not None:
             self._enter_transformed(module, self._used_by(module, args, kwargs), (args, kwargs))
         elif not hooks.is_covered(module):
             units = self._used_by(module, args, kwargs) if "forward" in module.__dict__ else self._units
             hooks.enter(module, units, (args, kwargs), below=self._below, covers=self._covers)
-        return _whole(module, args, kwargs)
+        if isinstance(module, nn.Linear) and args and _would_repeat_weight(module, args[0]):
+            return (args[0].contiguous(), *args[1:]), kwargs
+        return None
 
     def _used_by(self, module: nn.Module, args: Any, kwargs: Any) -> list[Unit]:
         """Return the units that a call uses; where the forward is the class's, none of tiling's, its own."""
@@ -120,25 +122,7 @@ class Entering(_Hook):
             units = [unit for unit in units if any(id(parameter) in used for parameter in unit.parameters)]
             refuse_transform(units)
         with temporarily_clear_interpreter_stack():
-            self.follower.enter(module, units, inputs, saves=not recorded)
-
-
-class KeepingInput(_Hook):
-    """What is left of `Entering` on a linear layer that need not be followed; see covered."""
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """As torch calls it."""
-        return _whole(module, args, kwargs)
-
-
-KEEPS_INPUT = KeepingInput()
-
-
-def _whole(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Return other arguments where `_would_repeat_weight`; else None."""
-    if isinstance(module, nn.Linear) and args and _would_repeat_weight(module, args[0]):
-        return (args[0].contiguous(), *args[1:]), kwargs
-    return None
+            self._hooks.enter(module, units, inputs, saves=not recorded)
 
 
 def _would_repeat_weight(linear: nn.Linear, given: Any) -> bool:
