@@ -15,8 +15,11 @@ from infinity.storage.memory import Ledger
 class Blocks(Protocol):
     """Allocates the memory of resident units. `flat`: a unit's memory, 1-D."""
 
-    def come(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialised memory for `numel` elements, which a fetch brings."""
+    def come(self, numel: int, dtype: torch.dtype, skew_nbytes: int = 0) -> torch.Tensor:
+        """Return uninitialised memory for `numel` elements, which a fetch brings. skew_nbytes: where the CPU
+        computes, how far behind the begin of a block it begins; if that is not 0, the blocks in which it
+        begins and ends are its own.
+        """
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Likewise, for a copy of them."""
@@ -75,7 +78,11 @@ class HostBlocks:
         """Borrow a buffer."""
         return self.buffers.take(numel, dtype)
 
-    come = take
+    def come(self, numel: int, dtype: torch.dtype, skew_nbytes: int = 0) -> torch.Tensor:
+        """Borrow a buffer; see Blocks."""
+        if skew_nbytes:
+            return self.buffers.take_framed(numel, dtype, skew_nbytes)
+        return self.buffers.take(numel, dtype)
 
     def leaving(self, flat: torch.Tensor) -> None:
         """Do nothing: a buffer returns when its last tensor is gone."""
@@ -107,7 +114,9 @@ class DeviceBlocks:
         self._device.allocated(flat)
         return flat
 
-    come = take
+    def come(self, numel: int, dtype: torch.dtype, skew_nbytes: int = 0) -> torch.Tensor:
+        """See Blocks."""
+        return self.take(numel, dtype)
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate; where the device has no memory left, once more when what waits there has left."""

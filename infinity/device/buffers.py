@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import torch
 
-from infinity.storage.memory import Arena, Ledger
+from infinity.storage.memory import Arena, Ledger, framed_nbytes
 
 
 class Buffers:
@@ -64,13 +64,25 @@ class Buffers:
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised 1-D tensor in a buffer of its own."""
-        nbytes = numel * dtype.itemsize
+        return self._tensor(numel, dtype)
+
+    def take_framed(self, numel: int, dtype: torch.dtype, skew_nbytes: int) -> torch.Tensor:
+        """Likewise, one that begins `skew_nbytes` behind the begin of a page, in a buffer of `framed_nbytes`:
+        the pages in which it begins and ends are its own.
+        """
+        return self._tensor(numel, dtype, framed_nbytes(numel * dtype.itemsize), skew_nbytes)
+
+    def _tensor(
+        self, numel: int, dtype: torch.dtype, buffer_nbytes: int = 0, skew_nbytes: int = 0
+    ) -> torch.Tensor:
+        own_nbytes = numel * dtype.itemsize
+        nbytes = buffer_nbytes or own_nbytes
         with torch.inference_mode(mode=False), torch.no_grad():
             if not numel:
                 return torch.empty(0, dtype=dtype, device="cpu")
-            arena = self._take(nbytes) or self._make(nbytes)
+            arena = self._take(nbytes) or self._make(nbytes, on_huge_pages=buffer_nbytes > 0)
             self._lend(nbytes)
-            memory = (ctypes.c_char * nbytes).from_address(arena.address)
+            memory = (ctypes.c_char * own_nbytes).from_address(arena.address + skew_nbytes)
             # torch keeps `memory` until nothing shares the storage; the finalizer then returns the buffer.
             weakref.finalize(memory, _come_back, weakref.ref(self), arena).atexit = False
             return torch.frombuffer(memory, dtype=dtype)
@@ -96,10 +108,10 @@ class Buffers:
         with self._lock:
             self.lent_nbytes += nbytes
 
-    def _make(self, nbytes: int) -> Arena:
+    def _make(self, nbytes: int, *, on_huge_pages: bool = False) -> Arena:
         self.made += 1
         self.trim(self.spare_nbytes)
-        arena = Arena(nbytes)
+        arena = Arena(nbytes, on_huge_pages=on_huge_pages)
         with self._lock:
             self._there[nbytes] += 1
         self.was_made(arena)

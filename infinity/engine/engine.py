@@ -297,8 +297,8 @@ class Engine:
         self.lane.drain()
         for record, parameters in records.items():
             base = (record.holders.place(self.ranks.rank) or 0) * record.shard.numel
-            unit = Unit(len(self.units), parameters, record, base)
             in_place = self.device.is_host and self.ranks.size == 1
+            unit = Unit(len(self.units), parameters, record, base, straight=in_place)
             place = self.device.torch_device
             unit.open(self.residency.blocks, place, self.hooks.by_storage, in_place=in_place)
             self.units.append(unit)

@@ -24,7 +24,7 @@ class ShareAside:
     reference: of the pass that fetches it, and may still write it, and of what sends it.
     """
 
-    base = 0
+    base, framed = 0, False
 
     def __init__(self, unit: Unit, beside: OutgoingShare) -> None:
         """Take memory for it from `beside`."""

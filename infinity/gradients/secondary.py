@@ -47,7 +47,7 @@ _ALIGN = 64
 class _Part:
     """Where this rank's part of a unit is that neighbours assemble. A lane.fetch.FetchTarget."""
 
-    base = 0
+    base, framed = 0, False
 
     def __init__(self, unit: Unit, place: PartPlace) -> None:
         self.record: Record = unit.record

@@ -22,6 +22,7 @@ from infinity.lane.passes import clear, piece_address
 from infinity.planning.layout import RecordSchema, TilePiece, pieces, tiles
 from infinity.planning.queue import JobLane
 from infinity.records.checksums import TileChecksums
+from infinity.records.in_files import comes_straight
 from infinity.records.record import Record
 from infinity.records.update_rules import Kernel, Recipe, UpdateSpan
 from infinity.records.updates import PendingUpdates, Update
@@ -37,6 +38,10 @@ class FetchTarget(Protocol):
     record: Record
     base: int
     flat: torch.Tensor
+
+    @property
+    def framed(self) -> bool:
+        """Whether the blocks in which the memory of `flat` begins and ends are its own."""
 
     @property
     def pending(self) -> PendingUpdates:
@@ -120,6 +125,7 @@ class FetchPass(_UnitPass):
         super().__init__(unit, device, tile_numel, unit.flat)
         self._lease = stage
         self._stage: torch.Tensor | None = None
+        self._framed = unit.framed
         self._sums: dict[int, TileChecksums] = {}
         """Of tiles on their way from files, by their first element."""
         self.on_finished.append(self._drop_stage)
@@ -175,10 +181,14 @@ class FetchPass(_UnitPass):
         if at_once is not None and self.own_address("hi", 0) is not None:
             return tiles(self._filled(), self._tile_numel * at_once)
         # What lies in files takes its window, twice as much for small parameters: see checkpoint_store.
-        windows = 0 if self.record.in_files is None else 2 * schema.width
-        in_slot = windows == 0 or self.own_address("hi", 0) is None
-        width = windows + schema.width * in_slot
+        place, in_files = self.own_address("hi", 0), self.record.in_files is not None
+        windows = 2 * schema.width if in_files and not self._comes_straight(place) else 0
+        width = windows + schema.width * (windows == 0 or place is None)
         return tiles(self._filled(), self._tile_numel * max(1, schema.slot_nbytes // width))
+
+    def _comes_straight(self, place: int | None) -> bool:
+        """Whether what lies in files is read straight to the unit's memory, at `place`."""
+        return place is not None and not self.adopts and comes_straight(self.record, place)
 
     def reads_and_writes(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """`hi`, which is left in its target if it has one."""
@@ -200,7 +210,8 @@ class FetchPass(_UnitPass):
         window: tuple[int, int] = (0, 0),
     ) -> Transfer:
         """See Pass; what is copied from a file's window is summed on the way."""
-        begun = super().read(name, start, stop, address, owner, more=more, window=window)
+        where, framed = (name, start, stop, address, owner), self._framed and not self.adopts
+        begun = self.record.read(*where, urgent=self.urgent, more=more, window=window, framed=framed)
         if isinstance(begun, Arriving):
             self._sums[start] = sums = self.record.checksums(start, stop, {name: address}, (name,), ())
             if sums.fields is not None:

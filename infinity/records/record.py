@@ -26,7 +26,7 @@ from infinity.planning.layout import ALONE, FP32, FieldCuts, FlatLayout, Holders
 from infinity.records.checksums import FieldTile, ReadSample, TileChecksums
 from infinity.records.corruption import corruption
 from infinity.sizes import BLOCK
-from infinity.storage.checkpoint_store import CheckpointStore
+from infinity.storage.checkpoint_store import Arriving, CheckpointStore
 from infinity.storage.packed import FileRange, Packed
 from infinity.storage.store import (
     DONE,
@@ -449,19 +449,18 @@ class Record:
         urgent: bool = False,
         more: bool = False,
         window: tuple[int, int] = (0, 0),
+        framed: bool = False,
         extent: Extent | None = None,
     ) -> Transfer:
         """Start to read elements [start, stop) of a field, whole spans, to `address`. The caller compares
-        their `checksums` when the transfer has ended. urgent, more, window: see Request. extent: another one
-        than the field lies in.
+        their `checksums` when the transfer has ended. urgent, more, window, framed: see Request. extent:
+        another one than the field lies in.
         """
         extent, nbytes = extent or self._extents[name], self._cuts.nbytes(name, stop - start)
-        disk = self._disk(extent, name)
-        what, offset, moved = f"{self.name}.{name}", self._cuts.offset(name, start), nbytes
-        if isinstance(disk, CheckpointStore):
-            moved = disk.moved_nbytes(extent, offset, nbytes, window[1])
-        self._traffic.read[disk.tier, name] += moved
-        return disk.read(Request(extent, offset, address, nbytes, what, owner, urgent, more, window))
+        disk, what, offset = self._disk(extent, name), f"{self.name}.{name}", self._cuts.offset(name, start)
+        begun = disk.read(Request(extent, offset, address, nbytes, what, owner, urgent, more, window, framed))
+        self._traffic.read[disk.tier, name] += begun.moved_nbytes if isinstance(begun, Arriving) else nbytes
+        return begun
 
     def _disk(self, extent: Extent, name: str) -> DiskStore:
         """Return the store of a field's extent, which has to be on NVMe."""

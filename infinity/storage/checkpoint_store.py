@@ -1,10 +1,12 @@
 """Fields that lie in the files of a checkpoint: they are read where they are, and never written.
 
 [Note: windows]
-A tensor begins at any byte of its file, and O_DIRECT moves whole blocks. So the blocks around the bytes are
-read into a *window*, spare memory of the slot that every tile under way has, and the bytes are copied from
-there to where they belong when the read is awaited. What lies on whole blocks by itself is read straight to
-its place. A file's last bytes, less than a block, are read through the page cache, as is everything on file
+A tensor begins at any byte of its file, and O_DIRECT moves whole blocks. Memory that begins as far behind the
+begin of a block as the tensor does (`skew_nbytes`) gets these blocks read straight to it; what its first and
+last block have of other tensors goes to the rest of the blocks in which the memory begins and ends, if these
+are its own (`Request.framed`). All else, as in memory that begins on a block, is read into a *window*, spare
+memory of the slot that every tile under way has, and copied from there to where it belongs when the read is
+awaited. A file's last bytes, less than a block, are read through the page cache, as is everything on file
 systems without O_DIRECT.
 
 Packed weights are always read into the window, and widened from there: see packed. What a window does not
@@ -20,7 +22,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,6 +36,7 @@ from infinity.storage.checkpoint_file import CheckpointFile
 from infinity.storage.disk_speed import filesystem
 from infinity.storage.packed import FileRange, Packed, PackedCut
 from infinity.storage.store import AllOf, Extent, Request
+from infinity.storage.straight import straight_range
 
 logger = logging.getLogger("infinity")
 
@@ -238,6 +241,8 @@ class _PackedCopy:
 
 
 _COPIES_ALIGNED = 64
+_MOST_WINDOWED = 16
+"""One byte in so many, at most, goes through a window of what comes straight: of a bias beside a weight."""
 
 
 class Arriving:
@@ -247,11 +252,19 @@ class Arriving:
         self,
         store: CheckpointStore,
         request: Request,
-        turns: Iterable[_Turn],
+        turns: Sequence[_Turn],
         straight: Sequence[_Read],
+        zeros: Sequence[tuple[int, int]],
+        moved_nbytes: int,
     ) -> None:
-        """Begin with as many turns as the window holds, and with what goes to its place by itself."""
+        """Begin with as many turns as the window holds, and with what goes to its place by itself.
+
+        zeros: ranges of the extent's bytes that lie in no file, but are asked for.
+        """
         self._store, self._request, self._turns = store, request, deque(turns)
+        self._zeros = zeros
+        self.moved_nbytes = moved_nbytes
+        """Bytes that are read for it."""
         self._all: AllOf | None = None
         self._puts: list[Callable[[Sums], None]] = []
         self._sums: Sums = None
@@ -291,6 +304,9 @@ class Arriving:
         while True:
             if self._all is not None:
                 self._all.wait(timeout_s)
+            request, zeros, self._zeros = self._request, self._zeros, ()
+            for start, stop in zeros:  # whole blocks that were read may reach there
+                ctypes.memset(request.address + start - request.start, 0, stop - start)
             puts, self._puts = self._puts, []
             for put in puts:
                 put(self._sums)
@@ -406,25 +422,33 @@ class CheckpointStore:
         if copy is not None:
             copy.extent.store.free(copy.extent)
 
+    # Straight reads
+
+    def skew_nbytes(self, extent: Extent) -> int:
+        """Return how far behind the begin of a block memory is to begin to which most of an extent is read
+        straight: see [Note: windows].
+        """
+        nbytes = Counter[int]()
+        for one in self._parts[extent.offset]:
+            if isinstance(one, FilePart) and one.file.direct:
+                nbytes[(one.offset - one.at) % BLOCK] += one.nbytes
+        return max(nbytes, key=nbytes.__getitem__, default=0)
+
+    def comes_straight(self, extent: Extent, address: int) -> bool:
+        """Whether nearly all of an extent is read straight to memory that begins at `address`."""
+        parts, windowed_nbytes = self._parts[extent.offset], 0
+        for one in parts:
+            if not isinstance(one, FilePart):
+                return False
+            if one.file.direct and (one.offset - one.at - address) % BLOCK:
+                windowed_nbytes += one.nbytes
+        return extent.offset not in self._copies and windowed_nbytes * _MOST_WINDOWED <= extent.nbytes
+
     # Transfers
 
     def write(self, request: Request) -> Arriving:
         """Refuse: see `allocate`."""
         raise UnsupportedError(f"{request.what}: a checkpoint's files are never written")
-
-    def moved_nbytes(self, extent: Extent, start: int, nbytes: int, room_nbytes: int) -> int:
-        """Return the bytes that a read of `nbytes` of an extent, by a window of `room_nbytes`, moves: whole
-        blocks of files.
-        """
-        moved, copy = 0, self._copies.get(extent.offset)
-        for part, first, last in self._within(extent, start, start + nbytes):
-            for turn in part.turns(first - part.at, last - first, 0, room_nbytes):
-                if copy is not None and copy.has(turn):
-                    continue
-                for source in turn.sources:
-                    low, high = source.block_range
-                    moved += high - low
-        return moved
 
     def read(self, request: Request) -> Arriving:
         """Begin a read; see DiskStore and [Note: windows].
@@ -434,19 +458,61 @@ class CheckpointStore:
         at, stop = request.start, request.start + request.nbytes
         turns: list[_Turn] = []
         straight: list[_Read] = []
-        kept = request.extent.offset in self._copies
+        zeros: list[tuple[int, int]] = []
         for part, first, last in self._within(request.extent, at, stop):
-            self._clear(request, at, first)
-            at, nbytes, target = last, last - first, request.address + first - request.start
-            if isinstance(part, FilePart) and not kept:
-                offset = part.offset + first - part.at
-                if not part.file.direct or (offset | target | nbytes) % BLOCK == 0:
-                    part.file.check()
-                    straight.append(_Read(part.file, offset, target, nbytes))
-                    continue
-            turns += part.turns(first - part.at, nbytes, target, request.window[1])
-        self._clear(request, at, stop)
-        return Arriving(self, request, turns, straight)
+            zeros.append((at, first))
+            turns += self._turns(request, part, first, last, straight)
+            at = last
+        zeros.append((at, stop))
+        for file in {id(one.file): one.file for one in straight}.values():
+            file.check()
+        moved_nbytes = sum(one.nbytes for one in straight) + self._turned_nbytes(request, turns)
+        return Arriving(
+            self, request, turns, straight, [one for one in zeros if one[0] < one[1]], moved_nbytes
+        )
+
+    def _turns(
+        self, request: Request, part: Part, first: int, last: int, straight: list[_Read]
+    ) -> Iterator[_Turn]:
+        """Yield what is to go through the window of bytes [first, last) of an extent, which are of `part`;
+        put the rest into `straight`.
+        """
+        nbytes, target, room = last - first, request.address + first - request.start, request.window[1]
+        taken = self._straight(request, part, first, last, target)
+        if not isinstance(part, FilePart) or taken is None:
+            yield from part.turns(first - part.at, nbytes, target, room)
+            return
+        offset = part.offset + first - part.at
+        straight.append(_Read(part.file, taken.start, target + taken.start - offset, len(taken)))
+        for low, high in ((offset, taken.start), (taken.stop, offset + nbytes)):
+            if low < high:
+                yield from part.turns(low - part.offset, high - low, target + low - offset, room)
+
+    def _straight(self, request: Request, part: Part, first: int, last: int, target: int) -> range | None:
+        """Return the bytes of its file of which `part` is read straight to its place, as `_turns` says."""
+        if not isinstance(part, FilePart) or request.extent.offset in self._copies:
+            return None
+        offset, nbytes, end = part.offset + first - part.at, last - first, part.at + part.nbytes
+        if not part.file.direct:
+            return range(offset, offset + nbytes)
+        # What a block has of the same part is the same in memory, however often it is read there.
+        before = first - part.at >= offset % BLOCK
+        behind = end - last >= -(offset + nbytes) % BLOCK
+        if request.framed:
+            before = before or first == 0
+            behind = behind or (last == end and part is self._parts[request.extent.offset][-1])
+        return straight_range(offset, nbytes, target, part.file.nbytes, before=before, behind=behind)
+
+    def _turned_nbytes(self, request: Request, turns: Sequence[_Turn]) -> int:
+        """Return the bytes that are read for some turns: whole blocks of files, but what is kept."""
+        moved, copy = 0, self._copies.get(request.extent.offset)
+        for turn in turns:
+            if copy is not None and copy.has(turn):
+                continue
+            for source in turn.sources:
+                low, high = source.block_range
+                moved += high - low
+        return moved
 
     def turned(self, request: Request, turn: _Turn, window: _SpareRoom) -> Callable[[Sums], None]:
         """Have what a turn needs read, and return what puts it in its place when that is over."""
@@ -471,11 +537,6 @@ class CheckpointStore:
             first, last = max(start, part.at), min(stop, part.at + part.nbytes)
             if first < last:
                 yield part, first, last
-
-    @staticmethod
-    def _clear(request: Request, start: int, stop: int) -> None:
-        if stop > start:
-            ctypes.memset(request.address + start - request.start, 0, stop - start)
 
     def begin(self, reads: Sequence[_Read], request: Request) -> list[aio.Completion]:
         """Begin reads of one request."""

@@ -138,6 +138,10 @@ class Request(NamedTuple):
     """More requests follow at once, and this one may start with the last of them. See aio.IoEngine.read."""
     window: tuple[int, int] = (0, 0)
     """Address and bytes of spare memory, kept by `owner`, for a store that has to read more than is asked."""
+    framed: bool = False
+    """Whether the blocks in which memory of the whole extent, of which this may be a part, begins and ends
+    are its own: others are not overwritten. For a store that has to read more than is asked.
+    """
 
 
 class DiskStore(Protocol):

@@ -139,7 +139,7 @@ class MachinePlace:
         """Where the unit's memory begins while it is a place; else 0."""
         self._buffer: Any = None
 
-    def come(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def come(self, numel: int, dtype: torch.dtype, skew_nbytes: int = 0) -> torch.Tensor:
         """Return what this rank sees of the place of the next fetch."""
         with self._releases.lock:
             self._begin()
@@ -247,7 +247,7 @@ class MachineShare:
     lane.fetch.FetchTarget.
     """
 
-    base = 0
+    base, framed = 0, False
 
     def __init__(self, unit: Unit, place: MachinePlace) -> None:
         """Be that of the unit's last fetch."""

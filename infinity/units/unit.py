@@ -33,9 +33,12 @@ from infinity.errors import UnsupportedError
 from infinity.lane.fetch import UpdatePass
 from infinity.planning.layout import FlatLayout
 from infinity.planning.residence import Residence
+from infinity.records.in_files import skew_nbytes
 from infinity.records.record import Record
 from infinity.records.updates import MissedUpdates, PendingUpdates
 from infinity.records.weights import compute_dtype
+from infinity.sizes import BLOCK
+from infinity.storage.memory import framed_nbytes
 from infinity.tensors import is_distributed
 from infinity.units.attached import DATA, Attached, set_changes
 from infinity.units.changes import Changes
@@ -71,10 +74,19 @@ class _Opened(NamedTuple):
 class Unit:
     """The state of one unit. Owned by the residency; guarded by the lane's lock where the lane reads it."""
 
-    def __init__(self, index: int, parameters: list[nn.Parameter], record: Record, base: int = 0) -> None:
+    def __init__(
+        self,
+        index: int,
+        parameters: list[nn.Parameter],
+        record: Record,
+        base: int = 0,
+        *,
+        straight: bool = False,
+    ) -> None:
         """Describe `parameters`, which lie in `record` and are not resident.
 
-        base: the unit's element at which the record, a rank's share of the unit, begins.
+        base: the unit's element at which the record, a rank's share of the unit, begins. straight: what lies
+        in files is read straight to the unit's memory, if it pays; see in_files.
         """
         self.index = index
         self.parameters = parameters
@@ -84,7 +96,11 @@ class Unit:
         self.base = base
         self.in_parts = len(record.holders.members) > 1
         """Whether its record is a part of it, and other ranks have the rest."""
-        self.resident_nbytes = record.schema.width * record.unit_layout.numel
+        nbytes = record.schema.width * record.unit_layout.numel
+        framed = framed_nbytes(nbytes) if straight else 0
+        self._skew_nbytes = skew_nbytes(record) if framed else 0
+        """How far behind the begin of a block its memory begins while its record lies in files."""
+        self.resident_nbytes = framed if self._skew_nbytes else nbytes
         """Bytes on the device while resident."""
         self.flat = torch.empty(0, dtype=compute_dtype(record.schema), device="cpu")
         """`hi` in the memory that computes, while the unit is resident; else without elements."""
@@ -244,10 +260,12 @@ class Unit:
         since a Ctrl-C came before anybody knew of the fetch that fills it, it keeps: copies may be under way.
         """
         memory = self._place_of_hi()
-        if memory is None and self._has_block:
+        skew = self._skew_nbytes if self.record.in_files is not None else 0
+        if memory is None and self._has_block and (skew or not self.framed):
             pass
         elif memory is None:
-            self._bind(self._opened.blocks.come(self.layout.numel, self.flat.dtype), None)
+            flat = self._opened.blocks.come(self.layout.numel, self.flat.dtype, skew)
+            self._bind(flat, None)
         elif memory is not self._memory:
             self._bind(wrap(memory, self.layout.numel, self.flat.dtype), memory)
         if self.record.on_device and self.on_device:
@@ -281,13 +299,20 @@ class Unit:
             self.record.give_new_memory("hi")
             self.allocate()
         else:
-            flat = self._opened.blocks.take(self.layout.numel, self.flat.dtype)
-            flat.copy_(self.flat)
-            self._bind(flat, None)
+            self._go_on_in_copy()
+
+    def _go_on_in_copy(self) -> None:
+        flat = self._opened.blocks.take(self.layout.numel, self.flat.dtype)
+        flat.copy_(self.flat)
+        self._bind(flat, None)
 
     def lend_to(self, job: UpdatePass) -> None:
-        """Have an update start from the unit's values, in memory that the unit shares with no one."""
+        """Have an update start from the unit's values, in memory that the unit shares with no one, and that
+        the disk can write from: a record that is updated lies in files no more.
+        """
         self.stop_sharing()
+        if self.framed:
+            self._go_on_in_copy()
         job.start_from(self.flat)
 
     @property
@@ -322,6 +347,11 @@ class Unit:
                 self._views = self.changes.counted(self._views)
         self._own_shares = self.shares()
         self._opened.by_storage[self.storage_key] = self
+
+    @property
+    def framed(self) -> bool:
+        """Whether the blocks in which the memory of `flat` begins and ends are its own: see Request."""
+        return self._skew_nbytes > 0 and self._memory is None and self.flat.data_ptr() % BLOCK > 0
 
     @property
     def _has_block(self) -> bool:

@@ -148,3 +148,18 @@ def test_threads_never_share_a_buffer_and_all_come_back(seed):
     assert len(buffers.live) == buffers.made <= 4 * 3 * 3
     assert buffers.free_nbytes == sum(arena.nbytes for arena in buffers._free)
     assert sorted(arena.address for arena in buffers._free) == sorted(buffers.live)
+
+
+def test_a_framed_tensor_begins_in_the_middle_of_a_page_that_is_its_own_as_is_the_one_in_which_it_ends():
+    buffers, numel, nbytes = Noted(), 1 << 20, (1 << 21) + mmap.PAGESIZE
+    tensor = buffers.take_framed(numel, torch.bfloat16, 1000)
+    (arena,) = buffers.live
+    assert arena % (1 << 21) == 0
+    assert tensor.data_ptr() == arena + 1000
+    assert tensor.storage_offset() == 0
+    assert (buffers.lent_nbytes, tensor.untyped_storage().nbytes()) == (nbytes, 2 * numel)
+    assert tensor.fill_(3).unique().tolist() == [3]
+    del tensor
+    assert (buffers.lent_nbytes, buffers.free_nbytes) == (0, nbytes)
+    assert buffers.take_framed(numel, torch.bfloat16, 24).data_ptr() == arena + 24
+    assert buffers.take_framed(0, torch.bfloat16, 24).numel() == 0

@@ -53,7 +53,9 @@ def test_what_its_file_has_transposed_goes_to_an_accelerator_in_one_reading_wher
     flat, outgoing = torch.zeros(record.shard.numel, dtype=torch.bfloat16), OutgoingShare(device, Timeline())
     outgoing.open(2 * weight.numel + (1 << 16) if share == "room" else TILE)
     lane = StreamLane(Pool(TILE * 16, 3))
-    job = fetch_of(SimpleNamespace(record=record, base=0, flat=flat, pending=None), device, TILE, outgoing)
+    job = fetch_of(
+        SimpleNamespace(record=record, base=0, flat=flat, framed=False, pending=None), device, TILE, outgoing
+    )
     lane.submit(job)
     lane.wait(job, finished=True)
     tensors = [torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)]

@@ -34,11 +34,16 @@ def store(request):
 
 
 def read(store, extent, start, nbytes, window=WINDOW):
+    return read_and_moved(store, extent, start, nbytes, window)[0]
+
+
+def read_and_moved(store, extent, start, nbytes, window=WINDOW):
     memory, spare = Arena(max(BLOCK, nbytes)), Arena(WINDOW)
     view(memory.address, nbytes)[:] = b"x" * nbytes
     request = Request(extent, start, memory.address, nbytes, "a.hi", (memory, spare))
-    store.read(request._replace(window=(spare.address, window))).wait()
-    return bytes(view(memory.address, nbytes))
+    begun = store.read(request._replace(window=(spare.address, window)))
+    begun.wait()
+    return bytes(view(memory.address, nbytes)), begun.moved_nbytes
 
 
 def test_every_range_is_read_as_it_is_in_the_file(store, file):
@@ -53,8 +58,8 @@ def test_every_range_is_read_as_it_is_in_the_file(store, file):
     ranges += [(at, random_.randint(1, len(data) - at)) for at in random_.sample(range(len(data)), 40)]
     for offset, nbytes in ranges:
         extent = store.lay([FilePart(one, offset, nbytes, 0)], nbytes)
-        assert read(store, extent, 0, nbytes) == data[offset : offset + nbytes]
-        moved = store.moved_nbytes(extent, 0, nbytes, WINDOW)
+        found, moved = read_and_moved(store, extent, 0, nbytes)
+        assert found == data[offset : offset + nbytes]
         assert nbytes <= moved <= nbytes + 2 * BLOCK
 
 
@@ -66,6 +71,41 @@ def test_parts_are_put_together_with_zeros_between_them(store, file):
     assert read(store, extent, 0, 5 * BLOCK) == whole
     for start in range(0, 5 * BLOCK, BLOCK):
         assert read(store, extent, start, BLOCK) == whole[start : start + BLOCK]
+
+
+@pytest.mark.parametrize("framed", [True, False])
+def test_memory_that_begins_as_its_bytes_do_gets_them_straight_and_nothing_around_its_own_blocks_changes(
+    store, file, framed
+):
+    data, one = file.read_bytes(), store.file(str(file))
+    parts = [FilePart(one, BLOCK + 40, 5000, 0), FilePart(one, 40, 3 * BLOCK, 2 * BLOCK)]
+    parts += [FilePart(one, 14 * BLOCK + 40, 6 * BLOCK, 5 * BLOCK), FilePart(one, 9, 4000, 11 * BLOCK)]
+    extent = store.lay(parts[:3], 12 * BLOCK)
+    whole = bytearray(12 * BLOCK)
+    for part in parts[:3]:
+        whole[part.at : part.at + part.nbytes] = data[part.offset : part.offset + part.nbytes]
+    assert store.skew_nbytes(extent) == (40 if one.direct else 0)
+    memory, spare = Arena(20 * BLOCK), Arena(WINDOW)
+    begin = memory.address + 3 * BLOCK + 40
+    assert store.comes_straight(extent, begin)
+    assert store.comes_straight(extent, begin + 8) is not one.direct
+    assert not store.comes_straight(store.lay(parts, 12 * BLOCK), begin) or not one.direct
+    for tile in (2, 5, 12):
+        view(memory.address, memory.nbytes)[:] = b"x" * memory.nbytes
+        begun = []
+        for start in reversed(range(0, 12, tile)):  # whichever ends first
+            nbytes = min(tile, 12 - start) * BLOCK
+            request = Request(extent, start * BLOCK, begin + start * BLOCK, nbytes, "a.hi", (memory, spare))
+            window = spare.address + start * 5 * BLOCK, 10 * BLOCK
+            begun.append(store.read(request._replace(window=window, framed=framed)))
+        for transfer in begun:
+            transfer.wait()
+        assert bytes(view(begin, 12 * BLOCK)) == bytes(whole)
+        around = bytes(view(memory.address, 3 * BLOCK)), bytes(view(begin + 13 * BLOCK - 40, 4 * BLOCK))
+        assert around == (b"x" * 3 * BLOCK, b"x" * 4 * BLOCK)
+        if not framed:
+            assert bytes(view(begin - 40, 40)) == b"x" * 40
+            assert bytes(view(begin + 12 * BLOCK, BLOCK - 40)) == b"x" * (BLOCK - 40)
 
 
 def test_a_window_that_is_too_small_is_an_error_with_the_numbers(folder, file):

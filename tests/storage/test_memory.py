@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import mmap
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -13,7 +14,7 @@ from infinity.errors import ConfigError, HostMemoryError
 from infinity.planning.budget import divide, least_budget, least_total
 from infinity.sizes import BLOCK
 from infinity.storage import memory
-from infinity.storage.memory import Arena, Ledger, Pool, reuse_large_blocks, view
+from infinity.storage.memory import HUGE, Arena, Ledger, Pool, framed_nbytes, reuse_large_blocks, view
 
 
 @given(st.integers(least_budget(), 1 << 42), st.integers(0, 1 << 34))
@@ -130,3 +131,33 @@ def test_a_fork_that_drops_its_parents_arena_keeps_what_it_has_mapped_in_its_pla
         say(alive=True)
 
     assert ended(work) == {"mapped": True, "alive": True}
+
+
+def test_an_arena_on_huge_pages_begins_on_one_and_takes_no_more_memory_than_it_was_asked_for():
+    nbytes = 2 * HUGE + 3 * mmap.PAGESIZE
+    arena = Arena(nbytes, on_huge_pages=True)
+    assert arena.address % HUGE == 0
+    before = resident_nbytes()
+    view(arena.address, nbytes)[:] = b"x" * nbytes
+    assert resident_nbytes() - before <= nbytes + HUGE // 2
+    assert Arena(mmap.PAGESIZE, on_huge_pages=True).nbytes == mmap.PAGESIZE
+
+
+def resident_nbytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "taken"),
+    [
+        (HUGE, HUGE + BLOCK),
+        (11 * HUGE // 4, 3 * HUGE),
+        (8 * HUGE, 8 * HUGE + BLOCK),
+        (HUGE - 2 * BLOCK, HUGE),
+        (3 * HUGE // 2, 0),
+        (HUGE // 2, 0),
+        (BLOCK, 0),
+    ],
+)
+def test_a_frame_takes_a_page_or_fills_a_huge_one_and_is_not_made_where_that_is_much(nbytes, taken):
+    assert framed_nbytes(nbytes) == taken
