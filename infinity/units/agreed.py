@@ -13,7 +13,7 @@ logger = logging.getLogger("infinity")
 
 
 def are_same(same: Callable[[int, str], bool], placement: Placement) -> bool:
-    """Whether all ranks have decided alike. same: says whether all have the same number; all of them call it."""
+    """Whether all ranks have decided alike. same: whether all of them have this number; all call it."""
     said = str(list(placement)).encode()
     if same(xxhash.xxh3_64_intdigest(said) >> 1, "place what lives on the device"):
         return True

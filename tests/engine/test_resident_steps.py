@@ -1,5 +1,6 @@
 """Steps of a model that its budget of host memory holds whole, by counts: nothing is moved, made or awaited
-from the third one on. Trusted: the recipe in memory, and what the engine counts. Nothing is faked.
+from the third one on, and no update is ever written. Trusted: the recipe in memory, and what the engine
+counts. Nothing is faked.
 """
 
 import pytest
@@ -55,3 +56,14 @@ def test_from_the_third_step_on_nothing_is_moved_made_or_awaited(folder, kind):
     both.check()
     assert stats(both.model).nvme_nbytes == 0, "all of it is in host memory"
     assert seen[2:] == [seen[1]] * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_update_is_written_and_each_field_is_read_once_at_most(folder, kind):
+    both = build(folder, kind)
+    before = counted(both)
+    for number in range(3):
+        train(both, number)
+    after, numel = counted(both), stats(both.model).parameters
+    assert after["written"] == before["written"]
+    assert 0 < after["read"] - before["read"] <= 1.1 * 4 * numel, "hi and lo, in whole blocks"
