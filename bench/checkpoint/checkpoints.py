@@ -29,6 +29,7 @@ from infinity.bench.engine.runs import SHAPES, RunError
 from infinity.bench.findings import Column, Findings, asked, command, run_command
 from infinity.bench.targets import mark
 from infinity.sizes import format_size, parse_size
+from infinity.storage import disk_speed
 
 ALLOWANCE = 300_000_000
 VOCABULARY = 32_000
@@ -100,6 +101,7 @@ def measured(
 
     Raises: RunError if a process failed, with the last lines that it wrote.
     """
+    disk_speed.speed_of(str(folder))  # measured once on each machine, which takes memory of its own
     for what, dtype in STEPS:
         size = 1 if what == "export" else ranks
         hub = [*(folder / HUB).glob("*.safetensors")]

@@ -360,20 +360,38 @@ def test_a_view_that_outlives_its_forward_keeps_its_values(nvme):
     assert differences(expected, actual) == []
 
 
-def test_changing_a_weight_in_a_forward_is_refused_by_name(nvme):
+def changes_its_weight(nvme, *, beside_frozen):
+    """Return a model whose first forward has changed a weight, and was refused."""
+
     def forward(self, x):
         with torch.no_grad():
             self.a.weight.clamp_(-0.1, 0.1)
         return self.a(x)
 
-    _, ours = build_both(lambda: Wrap(forward, a=nn.Linear(16, 16)), nvme=nvme)
+    def build():
+        beside = {"b": nn.Linear(16, 16).requires_grad_(False)} if beside_frozen else {}
+        return Wrap(forward, a=nn.Linear(16, 16), **beside)
+
+    _, ours = build_both(build, nvme=nvme)
     with pytest.raises(UnsupportedError, match=r"a.weight was changed in place.*gathered"):
         ours(X(torch.Generator())[0])
-    if nvme is None:  # the weight itself was changed, and its master was not
-        with pytest.raises(EngineFailedError, match="changed in place"):
-            ours(X(torch.Generator())[0])
-    else:
-        assert resident(ours) == []
+    return ours
+
+
+def test_changing_a_weight_in_a_forward_is_refused_by_name(nvme):
+    """In host memory, where all of it is from the first fetch on, the weight itself was changed, and its
+    master was not.
+    """
+    ours = changes_its_weight(nvme, beside_frozen=False)
+    with pytest.raises(EngineFailedError, match="changed in place"):
+        ours(X(torch.Generator())[0])
+
+
+@pytest.mark.disk
+def test_a_weight_that_stays_on_nvme_is_as_it_was_after_that(folder):
+    """With a frozen layer nothing is placed before the first step."""
+    ours = changes_its_weight(folder, beside_frozen=True)
+    assert resident(ours) == []
 
 
 # Updates of units in memory, which wait in the backward to be applied together

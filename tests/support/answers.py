@@ -74,7 +74,8 @@ def answering(launched):
 
     def answer(launch, case):
         given = [one[case] for one in all_of(launch)]
-        assert [one["trace"] for one in given if "trace" in one] == []
+        traces = [one["trace"] for one in given if "trace" in one]
+        assert traces == [], "".join(traces)
         return given
 
     return answer

@@ -32,8 +32,8 @@ class HeldMemory(Allocations):
     def __enter__(self):
         self._map = mapped = Arena.__init__
 
-        def counted(arena, nbytes):
-            mapped(arena, nbytes)
+        def counted(arena, nbytes, **where):
+            mapped(arena, nbytes, **where)
             self._is_mapped(arena, nbytes)
 
         Arena.__init__ = counted
