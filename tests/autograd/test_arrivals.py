@@ -384,7 +384,7 @@ def test_changing_a_weight_in_a_forward_is_refused_by_name(nvme):
     """
     ours = changes_its_weight(nvme, beside_frozen=False)
     with pytest.raises(EngineFailedError, match="changed in place"):
-        ours(X(torch.Generator())[0])
+        resident(ours)
 
 
 @pytest.mark.disk
