@@ -9,7 +9,7 @@ executed.
 
 [Note: contents of a commit]
 For each field of each record: the places of its two sides, which side is live in which bytes (see
-generations), and the checksum of each tile (see kernels), 8 bytes for up to 512 Ki elements. Besides: step
+generations), and the checksum of each tile (see kernels), 8 bytes for up to 1 Mi elements. Besides: step
 counts of parameters, options of param groups, states of generators and of tracked objects, and the model's
 buffers.
 """

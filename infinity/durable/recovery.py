@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from infinity.durable.commit import Commit, read_slot
 from infinity.durable.folder import RunFolder, wiping
 from infinity.errors import ConfigError
-from infinity.planning.budget import totals_in_tiles_of
 from infinity.planning.layout import RecordSchema
 from infinity.ranks.group import Ranks
-from infinity.sizes import format_size
 from infinity.storage.manifest import CheckpointError
 
 
@@ -87,8 +85,8 @@ def in_common(found: tuple[Commit, ...], ranks: Ranks) -> tuple[Commit, ...]:
     return tuple(one for one in found if (one.sequence, one.step) in everywhere)
 
 
-def check_cut(commit: Commit, path: str, tile_numel: int, schema: RecordSchema) -> None:
-    """Check that a new process has the record format and the tile size of the committed run.
+def check_format(commit: Commit, path: str, schema: RecordSchema) -> None:
+    """Check that a new process has the record format of the committed run.
 
     Raises: ConfigError with the settings that work.
     """
@@ -97,12 +95,4 @@ def check_cut(commit: Commit, path: str, tile_numel: int, schema: RecordSchema) 
             f"dtype, state_dtype, master_dtype: {schema.name!r}; the run in {path} has "
             f"{commit.state_dtype!r}. Set that, name another folder, or remove the run with "
             "infinity.wipe(folder)."
-        )
-    if commit.tile_numel != tile_numel:
-        least, most = totals_in_tiles_of(commit.tile_numel, schema)
-        upto = "or more" if most is None else f"to {format_size(most)}"
-        raise ConfigError(
-            f"host_memory: the run in {path} has records in tiles of {commit.tile_numel} elements, and this "
-            f"host_memory makes tiles of {tile_numel}. Set {format_size(least)} {upto} for each rank, name "
-            "another folder, or remove the run with infinity.wipe(folder)."
         )

@@ -110,8 +110,7 @@ class Engine:
         self.expert_ranks = self._divide_experts()
         """How ranks divide experts; None where each computes with all."""
         self._on_device = not self.device.is_host
-        self._divide = partial(divide, schema=self.schema, on_device=self._on_device, frozen=frozen)
-        self.budget: Budget = self._divide(share_of(config.host_nbytes, self.ranks))
+        budget_in = partial(divide, schema=self.schema, on_device=self._on_device, frozen=frozen)
         self.timeline, self.traffic = Timeline(), Traffic()
         self.units: list[Unit] = []
         self._cut: set[int] = set()
@@ -125,12 +124,13 @@ class Engine:
         self.tier: DeviceTier | None = None
         """The device as a tier; None where the CPU computes, and while a model is built."""
         # From the tiers up: each is given what it needs of those before it.
+        mine = of_rank(config.nvme_folders, self.ranks.local_rank, self.ranks.local_size)
+        self.durable, self.nvme_store, self.budget = open_nvme_tier(
+            config, *mine, self.stages.everyone, partial(budget_in, share_of(config.host_nbytes, self.ranks))
+        )
+        self._divide = partial(budget_in, tile_numel=self.budget.tile_numel)
         self.kept = Ledger(self.budget.kept_nbytes)
         self.host_store = HostStore(self.kept, self.device)
-        mine = of_rank(config.nvme_folders, self.ranks.local_rank, self.ranks.local_size)
-        self.durable, self.nvme_store = open_nvme_tier(
-            config, *mine, self.stages.everyone, self.budget.tile_numel
-        )
         self.store: Store = self.durable.store if self.durable else self.nvme_store or self.host_store
         self.lane = open_lane(self.budget, self.device, self.nvme_store, self.host_store, self.timeline)
         self.outgoing_share = OutgoingShare(self.device, self.timeline)

@@ -22,10 +22,12 @@ SLOT_NBYTES_PER_ELEMENT = 16
 `RecordSchema` in planning/layout.py.
 """
 
-_SLOT_NUMEL_MOST = 1 << 19
+_SLOT_NUMEL_MOST = 1 << 20
 _SLOT_COUNT, _SLOT_COUNT_GOOD = 12, 8
 """So many keep a disk busy; of larger tiles, each of which takes time of its own, fewer do."""
 _SLOT_COUNT_LEAST = 4
+_SLOTS_NBYTES = 96 << 20
+"""So much in all slots keeps a disk busy, however few they are."""
 _READ_NBYTES = 8 << 20
 """So much, on its way at once, keeps a disk busy that is only read."""
 
@@ -97,6 +99,7 @@ def divide(
     *,
     on_device: bool = False,
     frozen: bool = False,
+    tile_numel: int | None = None,
 ) -> Budget:
     """Divide a host_memory of `total_nbytes` for a model whose largest resident unit takes
     `largest_unit_nbytes`, in tiles that suit its records.
@@ -106,6 +109,7 @@ def divide(
     in the memory of an accelerator, so that what is fetched ahead needs none of the host's, and it is kept.
     frozen: where the CPU computes there are no more slots than keep a disk busy that reads weights alone, of
     which a slot brings half of its own bytes (FetchPass.tiles in lane/fetch.py); what is left is kept.
+    tile_numel: elements of a tile, where that is settled: a run that goes on has its records in such.
 
     Raises: HostMemoryError with the smallest budget that works.
     """
@@ -116,17 +120,32 @@ def divide(
             f"{format_size(least_nbytes)} ({_SLOT_COUNT_LEAST} transfers of one block). Give more; a few "
             "hundred MiB is fast."
         )
-    tile_numel = _SLOT_NUMEL_MOST
-    while tile_numel > schema.align_numel and tile_numel * slot_nbytes * _SLOT_COUNT_GOOD > total_nbytes // 4:
-        tile_numel //= 2
-    slots = max(_SLOT_COUNT_LEAST, min(_SLOT_COUNT, total_nbytes // 4 // (tile_numel * slot_nbytes)))
+    if tile_numel is None:
+        tile_numel = _tile_numel(total_nbytes, schema)
+    least_nbytes = 2 * _SLOT_COUNT_LEAST * tile_numel * slot_nbytes
+    if total_nbytes < least_nbytes and tile_numel > schema.align_numel:
+        raise HostMemoryError(
+            f"host_memory={format_size(total_nbytes)} cannot work: records lie in tiles of {tile_numel} "
+            f"elements, and to move these takes {format_size(least_nbytes)} at least. Give more."
+        )
+    slot_nbytes *= tile_numel
+    most = min(_SLOT_COUNT, max(_SLOT_COUNT_LEAST, _SLOTS_NBYTES // slot_nbytes))
+    slots = max(_SLOT_COUNT_LEAST, min(most, total_nbytes // 4 // slot_nbytes))
     if frozen and not on_device:
-        slots = max(_SLOT_COUNT_LEAST, min(slots, -(-2 * _READ_NBYTES // (tile_numel * slot_nbytes))))
-    rest = total_nbytes - slots * tile_numel * slot_nbytes
+        slots = max(_SLOT_COUNT_LEAST, min(slots, -(-2 * _READ_NBYTES // slot_nbytes)))
+    rest = total_nbytes - slots * slot_nbytes
     ahead = min(rest // 2, max(total_nbytes // 8, min(2 * largest_unit_nbytes, total_nbytes // 3)))
     ahead = 0 if on_device else ahead
     outgoing = min(rest - ahead, total_nbytes // 8)
-    return Budget(total_nbytes, tile_numel, slots, ahead, outgoing, slot_nbytes)
+    return Budget(total_nbytes, tile_numel, slots, ahead, outgoing, schema.slot_nbytes)
+
+
+def _tile_numel(total_nbytes: int, schema: RecordSchema) -> int:
+    """Return the elements of the largest tiles of which slots that keep a disk busy take a quarter at most."""
+    numel = _SLOT_NUMEL_MOST
+    while numel > schema.align_numel and numel * schema.slot_nbytes * _SLOT_COUNT_GOOD > total_nbytes // 4:
+        numel //= 2
+    return numel
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import fragile
 import infinity
 from covers import matrix
 from fragile import STEPS, Run, same
-from infinity import AdamW, CheckpointError, ConfigError, CorruptionError, UnsupportedError
+from infinity import AdamW, CheckpointError, ConfigError, CorruptionError, HostMemoryError, UnsupportedError
 from infinity.durable import homes as keeping
 from infinity.engine.engine import engine_of_model
 from infinity.planning.layout import RecordSchema
@@ -219,10 +219,6 @@ def test_two_runs_on_one_folder_are_refused_and_the_first_goes_on(folder):
     ("settings", "message"),
     [
         ({"state_dtype": "bf16"}, r"the run in .* has 'fp32'\."),
-        (
-            {"host_memory": "1GiB"},
-            r"records in tiles of \d+ elements, and this host_memory makes tiles of 524288. Set 1.0 MiB to",
-        ),
         ({"track": False}, r"tracked: only in the commit loader, scheduler, only here none"),
     ],
     ids=str,
@@ -238,6 +234,25 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_is_lost(folder, settin
     run = Run(folder)
     assert run.first == 2
     assert same(run.state(), expected)
+
+
+@pytest.mark.parametrize("host_memory", ["768KiB", "1GiB"])
+def test_a_run_goes_on_in_another_budget_in_the_tiles_that_its_records_have(
+    folder, uninterrupted, host_memory
+):
+    losses, state = uninterrupted["forward", "fp32"]
+    run = Run(folder, host_memory="2MiB")
+    tile_numel = run.engine.budget.tile_numel
+    run.train(2)
+    infinity.commit(run.model)
+    run.kill()
+    with pytest.raises(HostMemoryError, match=r"in tiles of 4096 elements, and to move these takes 512\.0 KiB"):
+        Run(folder)
+    run = Run(folder, host_memory=host_memory)
+    assert run.first == 2
+    assert run.engine.budget.tile_numel == tile_numel
+    assert run.train() == {step: loss for step, loss in losses.items() if step > 2}
+    assert same(run.state(), state)
 
 
 def test_another_model_is_refused_by_name(folder, monkeypatch):

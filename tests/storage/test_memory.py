@@ -31,9 +31,23 @@ def test_the_shares_never_exceed_the_budget(total, largest):
 @given(st.integers(4 << 20, 1 << 42))
 def test_tiles_are_the_largest_of_which_the_slots_keep_a_disk_busy(total):
     budget = divide(total)
-    assert 8 <= budget.slots <= 12
+    assert 8 <= budget.slots <= 12 or budget.slots * budget.slot_nbytes == 96 << 20
+    assert 8 * budget.slot_nbytes <= total // 4
     assert budget.slots * budget.slot_nbytes <= total // 4
-    assert budget.tile_numel == 1 << 19 or 16 * budget.slot_nbytes > total // 4
+    assert budget.tile_numel == 1 << 20 or 16 * budget.slot_nbytes > total // 4
+
+
+@given(st.sampled_from([4096, 1 << 16, 1 << 20]), st.integers(1, 1 << 42))
+def test_tiles_that_records_have_keep_their_size_in_any_budget_that_moves_them(numel, total):
+    least = 8 * numel * 16
+    if total < least:
+        with pytest.raises(HostMemoryError):
+            divide(total, tile_numel=numel)
+        return
+    budget = divide(total, tile_numel=numel)
+    assert budget.tile_numel == numel
+    assert 4 <= budget.slots <= 12
+    assert budget.slots * budget.slot_nbytes <= max(total // 4, 4 * budget.slot_nbytes)
 
 
 @given(st.integers(least_budget(), 1 << 42), st.integers(0, 1 << 34))
