@@ -13,7 +13,8 @@ the lane cannot deadlock, with any number of slots from one up.
 Two passes over one record never overlap: a pass is admitted only when it is the oldest unfinished one of its
 record. A pass that another thread waits for is urgent: it goes first, in the queue and at the disk. A pass
 whose gradients are still on their way from an accelerator lets others by: what is fetched does not wait for
-what is updated, but for slots. Tiles are over in any order.
+what is updated, but for slots. One that stands aside lets them by while another is busy with its record, and
+one that turns out to move nothing begins as soon as that one is worked on. Tiles are over in any order.
 
 [Note: two lanes]
 Beside an accelerator, passes that *compute* (updates, and what waits for gradients and activations that are

@@ -132,9 +132,19 @@ class SpillUntoldPass(SpillPass):
         super().__init__(record, tile_numel, parts, set(), None, TARGET)
         self._told: ToldGradients | None = told
 
+    @property
+    def stands_aside(self) -> bool:
+        """See QueuedPass: the update before it is still being written, and others have reads to begin."""
+        return True
+
+    @property
+    def moves_nothing(self) -> bool:
+        """See QueuedPass: the gradients' memory is given back as soon as the update was made."""
+        return self._told is not None and self._told.hold
+
     def tiles(self) -> Iterator[tuple[int, int]]:
         """None, or every tile."""
-        return iter(()) if self._told is not None and self._told.hold else super().tiles()
+        return iter(()) if self.moves_nothing else super().tiles()
 
     def done_processing(self) -> None:
         """Drop what tells them as well."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -180,6 +181,18 @@ class QueuedPass(Job, ABC, Generic[_RecordT]):
         return False
 
     @property
+    def stands_aside(self) -> bool:
+        """Whether others need not wait behind it while another pass is busy with its record."""
+        return False
+
+    @property
+    def moves_nothing(self) -> bool:
+        """Whether it has no tiles, as is known once older passes over its record have been worked on: then
+        it need not wait for their writes.
+        """
+        return False
+
+    @property
     def deferrable(self) -> bool:
         """Whether it is needed the later, the older it is: see `is_sooner_than`."""
         return False
@@ -290,19 +303,25 @@ class Queue(Generic[_PassT]):
         paused, and those behind them over the same record, are passed over: a slot that one of them held
         might be what the ranks that it waits for need.
 
-        passing: so are those whose records are busy. computing: else so are those that compute.
+        passing: so are those whose records are busy; without it, those alone that stand aside. computing:
+        else so are those that compute.
         """
         if not computing and not self.fetches:  # a lane that looks again soon asks often
             return None
         for job in self.waiting:
-            oldest = self.of_record[job.record][0]
-            if oldest.paused or (job.computes and not computing):
+            jobs = self.of_record[job.record]
+            if jobs[0].paused or (job.computes and not computing):
                 continue
-            if oldest is job:
+            if jobs[0] is job or (job.moves_nothing and self._is_next(job)):
                 return job
-            if not passing:
+            if not (passing or job.stands_aside):
                 return None
         return None
+
+    def _is_next(self, job: _PassT) -> bool:
+        """Whether every older pass over a pass's record has been worked on, writes apart."""
+        older = itertools.takewhile(lambda one: one is not job, self.of_record[job.record])
+        return all(one.done for one in older)
 
     def next_tile(self, job: _PassT) -> tuple[int, int] | None:
         """Return the next tile of an admissible pass; None for a pass without tiles. With its last tile a

@@ -3,6 +3,7 @@ which reads what a SpillPass would have written.
 """
 
 import gc
+import threading
 from collections import Counter
 
 import pytest
@@ -35,6 +36,12 @@ class Told(Setup):
         self.record.add("grad16", self.disk)
 
     def make_ahead(self, of=(0, 1, 2)):
+        ahead, spill, (fields, gradients) = self.queue_ahead(of)
+        for job in (ahead, spill):
+            self.lane.wait(job, finished=True)
+        return fields, gradients
+
+    def queue_ahead(self, of=(0, 1, 2)):
         fields, updates = self.begin(), self.updates()
         told = {
             index: ToldGradient(updates[index].scalars, most_exceptions(numel))
@@ -44,9 +51,11 @@ class Told(Setup):
         moments = MomentHome(*self.record.home("m")), MomentHome(*fields.home("m"))
         gradients = ToldGradients(*moments, told, self.ledger, self.counts)
         parts = {index: SpillPart(self.gradients[index]) for index in of}
-        self.lane.submit(AheadPass(self.unit, CpuDevice(), TILE, updates, fields, gradients))
-        self.run(SpillUntoldPass(self.record, TILE, parts, gradients))
-        return fields, gradients
+        ahead = AheadPass(self.unit, CpuDevice(), TILE, updates, fields, gradients)
+        spill = SpillUntoldPass(self.record, TILE, parts, gradients)
+        for job in (ahead, spill):
+            self.lane.submit(job)
+        return ahead, spill, (fields, gradients)
 
     def recover(self, gradients):
         self.run(RecoverPass(self.record, TILE, gradients))
@@ -89,6 +98,41 @@ def test_gradients_that_moments_tell_are_not_written_and_come_back_with_their_bi
         ours.traffic.written.clear()
         ours.gradients = [one.roll(1) * 0.5 for one in ours.gradients]
     assert ours.counts == {}
+
+
+class _Held:
+    """A transfer that is not over before it may be."""
+
+    def __init__(self, transfer, may_end):
+        self._transfer, self._may_end = transfer, may_end
+
+    @property
+    def done(self):
+        return self._may_end.is_set() and self._transfer.done
+
+    def wait(self):
+        assert self._may_end.wait(60)
+        self._transfer.wait()
+
+
+def test_while_the_update_is_written_gradients_are_given_back_and_others_read(monkeypatch):
+    lane = StreamLane(Pool(TILE * 16, 8))
+    ours, other = Told(lane), Setup(lane)
+    may_end, write = threading.Event(), ours.disk.write
+    monkeypatch.setattr(ours.disk, "write", lambda request: _Held(write(request), may_end))
+    into = torch.empty(NUMELS[0], dtype=torch.bfloat16)
+    read = ReadPass(other.record, 0, TILE, {"hi": into})
+    with lane.lock:  # all are queued before any begins
+        ahead, spill, _ = ours.queue_ahead()
+        lane.submit(read)
+    lane.wait(spill, finished=True)
+    lane.wait(read)
+    assert ahead.done
+    assert not ahead.finished
+    may_end.set()
+    lane.wait(ahead, finished=True)
+    lane.close()
+    assert ours.written == 0
 
 
 def test_exceptions_are_paid_for_as_long_as_they_are_kept(lane):

@@ -66,6 +66,36 @@ def test_others_go_before_a_pass_that_is_paused_and_those_that_wait_for_it():
     assert queue.admissible() is None, "the pass behind it waits until it is finished"
 
 
+class Aside(Walk):
+    stands_aside = True
+
+
+def test_others_go_before_a_pass_that_stands_aside_while_its_record_is_busy():
+    first, aside, behind, other = Walk("a"), Aside("a"), Walk("a"), Walk("b")
+    queue = queued(first, aside, other, behind)
+    assert [begin(queue) for _ in range(3)] == [first, other, None]
+    queue.retire(first)
+    assert [begin(queue) for _ in range(2)] == [aside, None]
+
+
+class Nothing(Walk):
+    moves_nothing = True
+
+
+def test_a_pass_that_moves_nothing_begins_when_all_older_ones_over_its_record_are_worked_on():
+    first, second, last = Walk("a"), Walk("a"), Nothing("a")
+    queue = queued(first, second, last)
+    assert [begin(queue) for _ in range(2)] == [first, None]
+    first.done = True
+    assert begin(queue) is None
+    queue.retire(first)
+    assert [begin(queue) for _ in range(2)] == [second, None]
+    second.done = True
+    assert begin(queue) is last
+    queue.retire(last)
+    assert list(queue.of_record["a"]) == [second]
+
+
 class Computing(Walk):
     computes = True
 
