@@ -5,16 +5,6 @@
 #include <immintrin.h>
 
 #include "adamw_avx512.h"
-#include "cast_avx512.h"
-
-TARGET_AVX512 static inline void step16(uint16_t *hi, int16_t *lo, float *m, float *v,
-                                        __m512 grad_f32x16, const struct broadcast *b) {
-    __m512 p_f32x16 = join16(hi, lo), m_f32x16 = _mm512_loadu_ps(m), v_f32x16 = _mm512_loadu_ps(v);
-    update16(&p_f32x16, &m_f32x16, &v_f32x16, grad_f32x16, b);
-    split16(p_f32x16, hi, lo);
-    _mm512_storeu_ps(m, canonical16(m_f32x16));
-    _mm512_storeu_ps(v, canonical16(v_f32x16));
-}
 
 TARGET_AVX512 void adamw_bf16_avx512(size_t n, uint16_t *restrict hi, int16_t *restrict lo,
                                      float *restrict m, float *restrict v,

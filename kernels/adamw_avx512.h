@@ -1,9 +1,9 @@
 #ifndef INFINITY_ADAMW_AVX512_H
 #define INFINITY_ADAMW_AVX512_H
-/* The arithmetic of an adamw step on 16 elements in registers.  See [Note: the adamw step]. */
+/* An adamw step on 16 elements.  See [Note: the adamw step] in kernels.h. */
 #include <immintrin.h>
 
-#include "internal.h"
+#include "cast_avx512.h"
 
 /* The scalars, one register each. */
 struct broadcast {
@@ -67,5 +67,17 @@ TARGET_AVX512 static inline void update16(__m512 *p, __m512 *m, __m512 *v, __m51
     __m512 change_f32x16 = _mm512_mul_ps(b->step_factor, *m);
     __m512 moved_f32x16 = quotient16(change_f32x16, _mm512_sqrt_ps(*v), b);
     *p = _mm512_add_ps(_mm512_mul_ps(*p, b->decay), moved_f32x16);
+}
+
+/* Makes the step of 16 elements in memory; returns the new m. */
+TARGET_AVX512 static inline __m512 step16(uint16_t *hi, int16_t *lo, float *m, float *v,
+                                          __m512 grad_f32x16, const struct broadcast *b) {
+    __m512 p_f32x16 = join16(hi, lo), m_f32x16 = _mm512_loadu_ps(m), v_f32x16 = _mm512_loadu_ps(v);
+    update16(&p_f32x16, &m_f32x16, &v_f32x16, grad_f32x16, b);
+    split16(p_f32x16, hi, lo);
+    m_f32x16 = canonical16(m_f32x16);
+    _mm512_storeu_ps(m, m_f32x16);
+    _mm512_storeu_ps(v, canonical16(v_f32x16));
+    return m_f32x16;
 }
 #endif

@@ -28,12 +28,8 @@ TARGET_AVX2 void widen_avx2(size_t n, const uint16_t *restrict bf16, float *rest
 
 TARGET_AVX2 void narrow_avx2(size_t n, const float *restrict f32, uint16_t *restrict bf16) {
     size_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        __m256i u32x8 = _mm256_castps_si256(canonical8(_mm256_loadu_ps(f32 + i)));
-        __m256i odd_u32x8 = _mm256_and_si256(_mm256_srli_epi32(u32x8, 16), _mm256_set1_epi32(1));
-        u32x8 = _mm256_add_epi32(u32x8, _mm256_add_epi32(odd_u32x8, _mm256_set1_epi32(0x7FFF)));
-        _mm_storeu_si128((__m128i *)(bf16 + i), pack8(_mm256_srli_epi32(u32x8, 16)));
-    }
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128((__m128i *)(bf16 + i), narrow8(_mm256_loadu_ps(f32 + i)));
     narrow_scalar(n - i, f32 + i, bf16 + i);
 }
 

@@ -33,4 +33,12 @@ TARGET_AVX2 static inline void split8(__m256 f32x8, uint16_t *hi, int16_t *lo) {
     _mm_storeu_si128((__m128i *)hi, pack8(hi_u32x8));
     _mm_storeu_si128((__m128i *)lo, pack8(lo_u32x8));
 }
+
+/* bf16, to nearest, ties to even. */
+TARGET_AVX2 static inline __m128i narrow8(__m256 f32x8) {
+    __m256i u32x8 = _mm256_castps_si256(canonical8(f32x8));
+    __m256i odd_u32x8 = _mm256_and_si256(_mm256_srli_epi32(u32x8, 16), _mm256_set1_epi32(1));
+    u32x8 = _mm256_add_epi32(u32x8, _mm256_add_epi32(odd_u32x8, _mm256_set1_epi32(0x7FFF)));
+    return pack8(_mm256_srli_epi32(u32x8, 16));
+}
 #endif

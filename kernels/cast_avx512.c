@@ -28,14 +28,8 @@ TARGET_AVX512 void widen_avx512(size_t n, const uint16_t *restrict bf16, float *
 
 TARGET_AVX512 void narrow_avx512(size_t n, const float *restrict f32, uint16_t *restrict bf16) {
     size_t i = 0;
-    for (; i + 16 <= n; i += 16) {
-        __m512i u32x16 = _mm512_castps_si512(canonical16(_mm512_loadu_ps(f32 + i)));
-        __m512i odd_u32x16 =
-            _mm512_and_si512(_mm512_srli_epi32(u32x16, 16), _mm512_set1_epi32(1));
-        u32x16 = _mm512_add_epi32(u32x16, _mm512_add_epi32(odd_u32x16, _mm512_set1_epi32(0x7FFF)));
-        _mm256_storeu_si256((__m256i *)(bf16 + i),
-                            _mm512_cvtepi32_epi16(_mm512_srli_epi32(u32x16, 16)));
-    }
+    for (; i + 16 <= n; i += 16)
+        _mm256_storeu_si256((__m256i *)(bf16 + i), narrow16(_mm512_loadu_ps(f32 + i)));
     narrow_scalar(n - i, f32 + i, bf16 + i);
 }
 

@@ -29,4 +29,12 @@ TARGET_AVX512 static inline void split16(__m512 f32x16, uint16_t *hi, int16_t *l
     _mm256_storeu_si256((__m256i *)hi, _mm512_cvtepi32_epi16(hi_u32x16));
     _mm256_storeu_si256((__m256i *)lo, _mm512_cvtepi32_epi16(u32x16));
 }
+
+/* bf16, to nearest, ties to even. */
+TARGET_AVX512 static inline __m256i narrow16(__m512 f32x16) {
+    __m512i u32x16 = _mm512_castps_si512(canonical16(f32x16));
+    __m512i odd_u32x16 = _mm512_and_si512(_mm512_srli_epi32(u32x16, 16), _mm512_set1_epi32(1));
+    u32x16 = _mm512_add_epi32(u32x16, _mm512_add_epi32(odd_u32x16, _mm512_set1_epi32(0x7FFF)));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(u32x16, 16));
+}
 #endif

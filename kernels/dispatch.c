@@ -46,6 +46,7 @@
      narrow_half_##isa, \
      accumulate_half_##isa, \
      recover_##isa, \
+     adamw_told_##isa, \
      adamw16, \
      adamw8}
 

@@ -132,6 +132,11 @@ struct isa {
     /* [Note: told gradients], exceptions apart. */
     void (*recover)(size_t n, const float *restrict before, const float *restrict behind,
                     const struct infinity_told *s, uint16_t *restrict grad);
+    /* The step, which notes exceptions; first: the number of the first element. */
+    void (*adamw_told)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, float *restrict m,
+                       float *restrict v, const uint16_t *restrict grad,
+                       const struct infinity_adamw *s, struct infinity_told *told, uint64_t first,
+                       uintptr_t ahead);
     /* The whole step on one or more whole blocks of STATE_BLOCK elements; NULL if it is composed of
      * the functions above.  grad: fp32 or bf16; first: even. */
     void (*adamw16)(size_t n, uint16_t *restrict hi, int16_t *restrict lo, uint16_t *restrict m,
@@ -218,7 +223,11 @@ const struct isa *current_isa(void);
     void narrow_half_##isa(size_t n, const float *restrict f32, uint16_t *restrict f16); \
     void accumulate_half_##isa(size_t n, float *restrict acc, const uint16_t *restrict grad); \
     void recover_##isa(size_t n, const float *restrict before, const float *restrict behind, \
-                       const struct infinity_told *s, uint16_t *restrict grad);
+                       const struct infinity_told *s, uint16_t *restrict grad); \
+    void adamw_told_##isa(size_t n, uint16_t *restrict hi, int16_t *restrict lo, \
+                          float *restrict m, float *restrict v, const uint16_t *restrict grad, \
+                          const struct infinity_adamw *s, struct infinity_told *told, \
+                          uint64_t first, uintptr_t ahead);
 
 DECLARE_KERNELS(scalar)
 #ifdef INFINITY_X86
@@ -238,6 +247,11 @@ void adamw8_avx512(size_t n, uint16_t *restrict hi, int16_t *restrict lo, uint8_
  * threads in any order, and returns when all are done. */
 typedef void (*block_function)(const void *args, size_t first, size_t count);
 void run_blocks(block_function run, const void *args, size_t n, size_t block);
+
+/* told.c: notes as exceptions the elements of `grad` whose bits in `differs` are set; first: the number of the
+ * first one. */
+void note_exceptions(struct infinity_told *told, uint64_t first, const uint16_t *grad,
+                     uint32_t differs);
 
 /* checksum.c: run_blocks with blocks of BLOCK_NUMEL; takes the fields' checksums around each block. */
 void run_summed(block_function run, const void *args, size_t n, size_t n_fields,

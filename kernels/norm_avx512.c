@@ -4,14 +4,13 @@
 #ifdef INFINITY_X86
 #include <immintrin.h>
 
-#include "cast_avx512.h"
+#include "cast_avx2.h"
 
-/* Adds the squares of 16 elements to the 16 lanes held in sum_f64x8[0] and [1]. */
-TARGET_AVX512 static inline void add_squares16(__m512d *sum_f64x8, __m512 grad_f32x16) {
-    __m512d low_f64x8 = _mm512_cvtps_pd(_mm512_castps512_ps256(grad_f32x16));
-    __m512d high_f64x8 = _mm512_cvtps_pd(_mm512_extractf32x8_ps(grad_f32x16, 1));
-    sum_f64x8[0] = _mm512_add_pd(sum_f64x8[0], _mm512_mul_pd(low_f64x8, low_f64x8));
-    sum_f64x8[1] = _mm512_add_pd(sum_f64x8[1], _mm512_mul_pd(high_f64x8, high_f64x8));
+/* Adds the squares of 8 elements to 8 lanes.  A square of an fp32 is exact in fp64, so the FMA has the bits of a
+ * product and a sum. */
+TARGET_AVX512 static inline __m512d add_squares8(__m512d sum_f64x8, __m256 grad_f32x8) {
+    __m512d grad_f64x8 = _mm512_cvtps_pd(grad_f32x8);
+    return _mm512_fmadd_pd(grad_f64x8, grad_f64x8, sum_f64x8);
 }
 
 TARGET_AVX512 static inline double sum_registers(const __m512d *sum_f64x8) {
@@ -25,14 +24,14 @@ TARGET_AVX512 double sum_squares_bf16_avx512(size_t n, const uint16_t *grad) {
     for (size_t k = 0; k < 4; k++) sum_f64x8[k] = _mm512_setzero_pd();
     size_t i = 0;
     for (; i + SUM_LANES <= n; i += SUM_LANES) {
-        add_squares16(sum_f64x8, widen16(grad + i));
-        add_squares16(sum_f64x8 + 2, widen16(grad + i + 16));
+#pragma GCC unroll 4
+        for (size_t k = 0; k < 4; k++)
+            sum_f64x8[k] = add_squares8(sum_f64x8[k], widen8(grad + i + 8 * k));
     }
     /* The tail is padded with zeros: adding +0 to a sum of squares changes no bit. */
     uint16_t tail[SUM_LANES] = {0};
     memcpy(tail, grad + i, (n - i) * sizeof *grad);
-    add_squares16(sum_f64x8, widen16(tail));
-    add_squares16(sum_f64x8 + 2, widen16(tail + 16));
+    for (size_t k = 0; k < 4; k++) sum_f64x8[k] = add_squares8(sum_f64x8[k], widen8(tail + 8 * k));
     return sum_registers(sum_f64x8);
 }
 
@@ -41,13 +40,14 @@ TARGET_AVX512 double sum_squares_f32_avx512(size_t n, const float *grad) {
     for (size_t k = 0; k < 4; k++) sum_f64x8[k] = _mm512_setzero_pd();
     size_t i = 0;
     for (; i + SUM_LANES <= n; i += SUM_LANES) {
-        add_squares16(sum_f64x8, _mm512_loadu_ps(grad + i));
-        add_squares16(sum_f64x8 + 2, _mm512_loadu_ps(grad + i + 16));
+#pragma GCC unroll 4
+        for (size_t k = 0; k < 4; k++)
+            sum_f64x8[k] = add_squares8(sum_f64x8[k], _mm256_loadu_ps(grad + i + 8 * k));
     }
     float tail[SUM_LANES] = {0};
     memcpy(tail, grad + i, (n - i) * sizeof *grad);
-    add_squares16(sum_f64x8, _mm512_loadu_ps(tail));
-    add_squares16(sum_f64x8 + 2, _mm512_loadu_ps(tail + 16));
+    for (size_t k = 0; k < 4; k++)
+        sum_f64x8[k] = add_squares8(sum_f64x8[k], _mm256_loadu_ps(tail + 8 * k));
     return sum_registers(sum_f64x8);
 }
 #endif

@@ -7,7 +7,16 @@ import torch
 
 from infinity import kernels
 from infinity.kernels import ToldGradient
-from kernel_cases import addresses, bits, random_bits, same_on_any_threads, scalars, shifted, split
+from kernel_cases import (
+    addresses,
+    bits,
+    random_bits,
+    same_on_any_threads,
+    same_under_every_isa,
+    scalars,
+    shifted,
+    split,
+)
 
 SIZES = (0, 1, 15, 17, 33, 2047, 2049, 16384 + 5, 65536 + 29)
 
@@ -152,6 +161,28 @@ def test_every_instruction_set_recovers_the_same_at_any_offset_and_on_any_thread
         results += [every_operation(20_003, offset, 5)["recover"] for offset in (0, 1)]
     assert all(torch.equal(bits(one), bits(results[0])) for one in results)
     same_on_any_threads(every_operation)
+
+
+def exceptions(n, offset, seed):
+    """Make steps with gradients of any bits, and of any size beside the moment; return what these tell."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = 2.0 ** torch.randint(-30, 10, (n,), generator=generator)
+    small = (torch.randn(n, generator=generator) * sizes).bfloat16()
+    results = {}
+    for kind, m, grad in (
+        ("any", random_bits(n, seed), random_bits(n, seed + 1, torch.bfloat16)),
+        ("small", torch.randn(n, generator=generator), small),
+    ):
+        told, before, behind = step(m, shifted(grad, offset))
+        assert torch.equal(bits(recovered(told, before, behind)), bits(grad))
+        results[kind] = torch.tensor([told.count], dtype=torch.int32)
+    return results
+
+
+def test_every_instruction_set_finds_the_same_exceptions_at_any_offset_and_on_any_threads():
+    for offset in (0, 1):
+        same_under_every_isa(exceptions, 20_003, offset)
+    same_on_any_threads(exceptions)
 
 
 def test_a_number_that_is_too_large_and_other_scalars_are_refused():
