@@ -110,7 +110,7 @@ class Completion:
             IoEngineFailedError: it will never end, because the engine failed.
             ForkedError: it was submitted by the parent of this process.
         """
-        if not self.done:
+        if not (self._batch.is_over or self.done):
             self._wait(timeout_s)
             self._see_over()
         if self._request.error:

@@ -5,9 +5,9 @@ holds each request and the owner of its memory from before the submission until 
 ended; the C code never touches a request after that (aio.h). Whatever happens in Python in between (a dropped
 completion, Ctrl-C anywhere), memory may be kept too long, but is never freed too early.
 
-[Note: requests that others follow] are gathered in the open batch, and the last one submits them all: a call
-into C, the interpreter's lock that it gives up, and a wake-up for each would cost more than all else. A batch
-is in `_in_flight` from its first request on, and may be submitted by any thread, any number of times, as the C
+[Note: requests that others follow] They are gathered in the open batch, and the last one submits them all: a
+call into C for each, the interpreter's lock that it gives up, and a wake-up would cost more than all else. A
+batch is in `_in_flight` from its first request on, and any thread may submit it, any number of times: the C
 code takes what it has not taken before. So whoever asks or waits for a request that is still gathered submits
 it, and nothing is lost where an exception, or Ctrl-C, came before the last. Requests are added to the open
 batch alone, and only other batches are released, both under the lock.
@@ -50,7 +50,7 @@ HANG_S = 60.0
 """The default number of seconds after which a request without a response means that the disk hangs."""
 
 _HUNG_CLOSE_S = 0.2
-_FIRST_ADDRESS, _END = 1, 1 << 63
+_END = 1 << 63
 _NO_COUNT = (1 << 64) - 1
 _engines: "weakref.WeakSet[IoEngine]" = weakref.WeakSet()
 _GATHERED_MOST = 16
@@ -99,8 +99,9 @@ class IoEngine:
         self.pid = os.getpid()
         self.hang_s = HANG_S
         self.hung = False
-        self._closed = False
-        # Guards _in_flight and _open. Reentrant: a garbage collection while it is held may run a finalizer taking it.
+        self._closed = self._forked = False
+        # Guards _in_flight and _open. Reentrant: a garbage collection while it is held may run a finalizer
+        # that takes it.
         self._lock = threading.RLock()
         self._in_flight: dict[RequestBatch, None] = {}
         self._open: RequestBatch | None = None
@@ -233,17 +234,21 @@ class IoEngine:
     ) -> Completion:
         if self._closed:
             self._check()
-        if offset < 0 or nbytes < 0 or address < _FIRST_ADDRESS or offset + nbytes >= _END:
+        if (
+            offset | nbytes | address - 1
+        ) < 0 or offset + nbytes >= _END:  # one of them is negative, or too large
             raise ValueError(f"{what}: {nbytes} B at offset {offset}, address {address:#x}: out of range")
         if file.direct:
             if (offset | address | nbytes) % BLOCK:
                 raise ValueError(
-                    f"{what or 'request'}: address {address:#x}, offset {offset} and {nbytes} B must all be whole"
-                    f" blocks of {BLOCK} B, because {file.path} is opened with O_DIRECT"
+                    f"{what or 'request'}: address {address:#x}, offset {offset} and {nbytes} B must all be"
+                    f" whole blocks of {BLOCK} B, because {file.path} is opened with O_DIRECT"
                 )
             flags |= ALIGNED
-        request = ffi.new(self._type, (address, offset, nbytes, file.fd, flags))
-        entry = request, what, owner, file.descriptor
+        descriptor = file.descriptor
+        fd = descriptor.fd if descriptor.is_open else file.fd
+        request = ffi.new(self._type, (address, offset, nbytes, fd, flags))
+        entry = request, what, owner, descriptor
         with self._lock:
             batch = self._open or self._open_batch()
             batch.entries.append(entry)
@@ -262,8 +267,8 @@ class IoEngine:
 
     def submit(self, batch: RequestBatch) -> int:
         """Submit the requests of a batch that are still gathered; returns -errno if they were refused."""
-        if self.pid != os.getpid():
-            return 0  # in a forked child the lock may be held for ever
+        if self._forked:
+            return 0  # the lock may be held for ever
         with self._lock:
             if batch is self._open:
                 self._open = None
@@ -362,16 +367,15 @@ class IoEngine:
 
     def release(self, batch: RequestBatch) -> bool:
         """Release the owners of a batch if all its requests have ended; returns whether they are released."""
-        if not batch.is_over and batch.has_ended(self.library):
-            if self.pid != os.getpid():
-                return False  # in a forked child the lock may be held for ever
-            entries = batch.entries
-            with self._lock:
-                if batch is not self._open and batch.has_ended(self.library):  # nothing was added meanwhile
-                    self._in_flight.pop(batch, None)
-                    batch.entries, batch.is_over = [], True
-            del entries  # outside the lock, because an owner's finalizer may run any code
-        return batch.is_over
+        if batch.is_over or self._forked:  # in a forked child the lock may be held for ever
+            return batch.is_over
+        with self._lock:
+            if batch is self._open or not batch.has_ended(self.library):
+                return False
+            self._in_flight.pop(batch, None)
+            entries, batch.entries, batch.is_over = batch.entries, [], True
+        del entries  # outside the lock, because an owner's finalizer may run any code
+        return True
 
     def _release_oldest(self) -> None:
         """Release the oldest requests if they have ended: their completions may have been dropped.
@@ -417,7 +421,7 @@ class IoEngine:
 
     def leave(self) -> None:
         """Refuse all from now on: this is a forked child, and the engine is its parent's."""
-        self._closed = True
+        self._closed = self._forked = True
 
     def _check(self) -> None:
         if self._closed:

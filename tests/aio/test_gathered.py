@@ -40,7 +40,7 @@ class Counted:
 
 
 def begin(engine, file, memory, count, *, last, owner=None, write=True):
-    """Begin `count` requests of one piece each, that follow each other; after the last none does, if `last`."""
+    """Begin `count` requests of one piece each, each followed by the next; the last by none, if `last`."""
     start = engine.write if write else engine.read
     return [
         start(
@@ -221,7 +221,7 @@ def _interrupted(engine, file, where, lines):
             engine.write(file, 2 * PIECE, memory.address + 2 * PIECE, PIECE, owner=owner)
         ),
         "done": lambda: begun[1].done,
-        "wait": lambda: begun[1].wait(),
+        "wait": begun[1].wait,
     }
     with faults.held(engine):
         if where == "wait":
@@ -291,7 +291,9 @@ def test_many_threads_gather_in_one_batch_and_each_has_its_bytes(engine, file):
         for turn in range(30):
             for start, memory in ((engine.write, written), (engine.read, read)):
                 begun = [
-                    start(file, at + p, memory.address + p, PIECE, owner=memory, more=p < (3 - turn % 2) * PIECE)
+                    start(
+                        file, at + p, memory.address + p, PIECE, owner=memory, more=p < (3 - turn % 2) * PIECE
+                    )
                     for p in range(0, 4 * PIECE, PIECE)
                 ]
                 for one in begun:
@@ -319,7 +321,10 @@ def test_a_child_forked_in_between_neither_hangs_nor_begins_what_its_parent_gath
         try:
             if not any(one.done for one in begun):
                 refused = 0
-                for attempt in (begun[0].wait, lambda: engine.read(file, 0, memory.address, PIECE, more=True)):
+                for attempt in (
+                    begun[0].wait,
+                    lambda: engine.read(file, 0, memory.address, PIECE, more=True),
+                ):
                     try:
                         attempt()
                     except aio.ForkedError:
