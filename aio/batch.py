@@ -27,6 +27,18 @@ class RequestBatch:
         self.entries: list[InFlight] = []
         self.is_over = False
 
+    def add(self, entry: InFlight) -> None:
+        """Add a request. A garbage collection just before may have run a finalizer that waited for those that
+        were there, so that it was over.
+        """
+        self.entries.append(entry)
+        self.is_over = False
+
+    def let_go(self) -> list[InFlight]:
+        """Note that all requests have ended; returns what was kept for them."""
+        entries, self.entries, self.is_over = self.entries, [], True
+        return entries
+
     def submit(self, library: AioLibrary, engine: CData) -> int:
         """Submit those that are not submitted yet; returns -errno if they were refused, and are over.
 

@@ -251,10 +251,8 @@ class IoEngine:
         entry = request, what, owner, descriptor
         with self._lock:
             batch = self._open or self._open_batch()
-            batch.entries.append(entry)
-            # A garbage collection in between may have run a finalizer that submitted and released it.
-            batch.is_over = False
-            self._in_flight[batch] = None
+            batch.add(entry)
+            self._in_flight[batch] = None  # again: see RequestBatch.add
         if not more or batch is not self._open or len(batch.entries) >= _GATHERED_MOST:
             result = self.submit(batch)
             if result < 0:
@@ -373,7 +371,7 @@ class IoEngine:
             if batch is self._open or not batch.has_ended(self.library):
                 return False
             self._in_flight.pop(batch, None)
-            entries, batch.entries, batch.is_over = batch.entries, [], True
+            entries = batch.let_go()
         del entries  # outside the lock, because an owner's finalizer may run any code
         return True
 
