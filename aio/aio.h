@@ -14,7 +14,7 @@
 #pragma GCC visibility push(default)
 
 enum {
-    AIO_ABI = 6,            /* changes with this header; see aio_abi */
+    AIO_ABI = 7,            /* changes with this header; see aio_abi */
     AIO_BLOCK = 4096,       /* alignment of address, offset and nbytes on O_DIRECT files */
     AIO_SLICE_MS = 100,     /* no call from Python waits longer, so that Python can handle signals */
     AIO_END_OF_FILE = 4096, /* an error that is not an errno (those are at most 4095) */
@@ -36,25 +36,24 @@ enum {
     AIO_WRITE = 1,
     AIO_URGENT = 2,  /* goes before every request that is not */
     AIO_ALIGNED = 4, /* O_DIRECT: a short transfer is continued from a whole block */
-    AIO_BEHIND = 8,  /* goes after all others, except for one piece in AIO_BEHIND_SHARE */
-    AIO_MORE = 16    /* more requests follow at once, the last without this flag: the backend need
-                      * not be woken before that one, or before a thread waits */
+    AIO_BEHIND = 8   /* goes after all others, except for one piece in AIO_BEHIND_SHARE */
 };
 
 /* States of a request. */
 enum { AIO_IDLE = 0, AIO_IN_FLIGHT = 1, AIO_DONE = 2 };
 
 struct aio_request {
-    struct aio_request *next;
+    /* The caller fills these in before it submits the request; the others are zero then. */
     uint64_t address;
     uint64_t offset; /* in the file */
     uint64_t nbytes;
-    uint64_t cut_nbytes;   /* handed to the backend in pieces, so far */
-    uint64_t error_offset; /* in the file: the first place that failed */
-    uint64_t began_ns;     /* CLOCK_MONOTONIC: accepted by the engine */
-    uint64_t ended_ns;     /* CLOCK_MONOTONIC: just before it was done */
     int32_t fd;
     uint32_t flags;
+    struct aio_request *next;
+    uint64_t cut_nbytes;   /* handed to the backend in pieces, so far */
+    uint64_t error_offset; /* in the file: the first place that failed */
+    uint64_t began_ns;     /* CLOCK_MONOTONIC: accepted by the engine; 0 if refused */
+    uint64_t ended_ns;     /* CLOCK_MONOTONIC: just before it was done */
     uint32_t pieces_in_flight;
     uint32_t awaited; /* threads in aio_wait for this request */
     int32_t error;    /* 0, a positive errno or AIO_END_OF_FILE */
@@ -104,9 +103,10 @@ void aio_free(struct aio_engine *engine);
  * or before Linux 5.13 (ENOTSUP), and beyond RLIMIT_MEMLOCK (ENOMEM). */
 int32_t aio_register(struct aio_engine *engine, uint64_t address, uint64_t nbytes);
 
-/* `request` must be zeroed, and is used once. */
-int32_t aio_submit(struct aio_engine *engine, struct aio_request *request, int32_t fd,
-                   uint32_t flags, uint64_t address, uint64_t offset, uint64_t nbytes);
+/* Submits those of `count` requests that are AIO_IDLE, in their order, and wakes the backend once.  Others
+ * were submitted before, and stay as they are: a call that may or may not have happened can be repeated, by
+ * any thread.  -errno: those that were idle are refused, and done with that error. */
+int32_t aio_submit(struct aio_engine *engine, struct aio_request *const *requests, uint32_t count);
 int32_t aio_done(const struct aio_request *request);
 
 /* 1: done.  0: not within timeout_ms.  -errno: the engine failed, and the kernel may use the buffer

@@ -5,8 +5,9 @@ import os
 import time
 from typing import Protocol
 
+from infinity.aio.batch import RequestBatch, has_ended
 from infinity.aio.errors import ForkedError, IoEngineFailedError, IoError, IoTimeoutError, name_of
-from infinity.aio.library import IN_FLIGHT, SLICE_MS, WRITE, AioLibrary, CData
+from infinity.aio.library import IDLE, IN_FLIGHT, SLICE_MS, WRITE, AioLibrary, CData
 
 
 class Submitter(Protocol):
@@ -20,8 +21,17 @@ class Submitter(Protocol):
     def pointer(self) -> CData:
         """The C engine."""
 
-    def release(self, key: int) -> None:
-        """Forget a request that is over."""
+    def submit(self, batch: RequestBatch) -> int:
+        """Submit the requests of a batch that are still gathered."""
+
+    def submit_gathered(self) -> None:
+        """Submit all requests that are still gathered."""
+
+    def release(self, batch: RequestBatch) -> bool:
+        """Forget the requests of a batch, if all are over."""
+
+    def refusal(self, number: int) -> Exception:
+        """Return the error of a request that was refused."""
 
     def hangs(self, what: str) -> Exception:
         """Return the error of a request that has not ended after `hang_s`."""
@@ -43,39 +53,47 @@ class Completion:
     Dropping a pending one is harmless: the engine keeps the request and its owner until the kernel is done.
     """
 
-    __slots__ = ("_engine", "_file", "_is_over", "_key", "_request", "what")
+    __slots__ = ("_batch", "_engine", "_file", "_is_over", "_request", "what")
 
-    def __init__(self, engine: Submitter, key: int, request: CData, file: Named, what: str) -> None:
+    def __init__(
+        self, engine: Submitter, batch: RequestBatch, request: CData, file: Named, what: str
+    ) -> None:
         self._engine = engine
-        self._key = key
+        self._batch = batch
         self._request = request
-        self._is_over = False  # cached, because asking costs a call into C
+        self._is_over = False  # cached: of the batch, others may run longer
         self._file = file
         self.what = what
 
     @property
     def done(self) -> bool:
         """Whether the request has ended, successfully or not, without waiting."""
-        if self._is_over:
+        if self._is_over or self._batch.is_over:
             return True
-        # A plain look saves most of the calls into C, each of which gives up the interpreter's lock.
-        if self._request.state != IN_FLIGHT and self._engine.library.aio_done(self._request):
+        state = self._request.state
+        if state == IN_FLIGHT:
+            return False
+        if state == IDLE:
+            self._engine.submit(self._batch)
+        if has_ended(self._engine.library, self._request):
             self._see_over()
         return self._is_over
 
     def _see_over(self) -> None:
-        self._engine.release(self._key)
         self._is_over = True
+        self._engine.release(self._batch)
 
     @property
     def began_s(self) -> float:
         """When the engine accepted the request, in seconds of CLOCK_MONOTONIC (`time.perf_counter`)."""
+        if self._request.state == IDLE:
+            self._engine.submit(self._batch)
         return float(self._request.began_ns) / 1e9
 
     @property
     def ended_s(self) -> float | None:
         """When the request ended, on the same clock; None while it runs."""
-        if not self._is_over and not self._engine.library.aio_done(self._request):
+        if not self.done:
             return None
         return float(self._request.ended_ns) / 1e9
 
@@ -92,7 +110,7 @@ class Completion:
             IoEngineFailedError: it will never end, because the engine failed.
             ForkedError: it was submitted by the parent of this process.
         """
-        if not self.done:
+        if not (self._batch.is_over or self.done):
             self._wait(timeout_s)
             self._see_over()
         if self._request.error:
@@ -102,6 +120,7 @@ class Completion:
         engine, request = self._engine, self._request
         if engine.pid != os.getpid():
             raise ForkedError(f"{self!r} was submitted by process {engine.pid}: wait for it there")
+        engine.submit_gathered()
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         patience_s = max(
             engine.hang_s - (time.perf_counter() - self.began_s), min(engine.hang_s, LEAST_WAIT_S)
@@ -120,8 +139,10 @@ class Completion:
             if end_s is None and patience_s < 0.001:
                 raise engine.hangs(repr(self))
 
-    def _error(self) -> IoError:
+    def _error(self) -> Exception:
         request = self._request
+        if not request.began_ns:
+            return self._engine.refusal(request.error)
         return IoError.of_request(
             request.error,
             self._verb,

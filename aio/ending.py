@@ -3,32 +3,27 @@
 import os
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from infinity.aio.files import Descriptor
+from infinity.aio.batch import RequestBatch
 from infinity.aio.library import SLICE_MS, AioLibrary, CData
 
 EXIT_TIMEOUT_S = 60.0
 """Seconds that the interpreter's exit, or the collection of an open engine, waits for requests in flight."""
 
 
-class InFlight(NamedTuple):
-    """A request that the kernel may be working on, and the owner of its memory."""
-
-    what: str
-    request: CData
-    owner: object
-    descriptor: Descriptor  # not the File: it refers to the engine, which could then never be collected
-
-
 @dataclass(frozen=True, slots=True)
 class Native:
-    """The part of an engine that may outlive its IoEngine: the C engine and its requests."""
+    """The part of an engine that may outlive its IoEngine: the C engine and its requests, in their order."""
 
     library: AioLibrary
     pointer: CData
-    in_flight: dict[int, InFlight]
+    in_flight: dict[RequestBatch, None]
     pid: int
+
+    def submit_all(self) -> None:
+        """Submit what others were to follow, and have not."""
+        for batch in list(self.in_flight):
+            batch.submit(self.library, self.pointer)
 
 
 abandoned: list[Native] = []  # engines whose requests never ended: their memory is never reused
@@ -39,6 +34,7 @@ def end(native: Native, timeout_s: float | None) -> bool:
     if native.pid != os.getpid():
         return True
     end_s = None if timeout_s is None else time.monotonic() + timeout_s
+    native.submit_all()
     native.library.aio_stop(native.pointer)
     while not native.library.aio_stopped(native.pointer, SLICE_MS):
         if end_s is not None and time.monotonic() >= end_s:
@@ -50,5 +46,5 @@ def end(native: Native, timeout_s: float | None) -> bool:
 def end_forgotten(native: Native) -> None:
     """End the engine of an IoEngine that was collected, or that was open at exit."""
     over = end(native, EXIT_TIMEOUT_S)
-    if not over or not all(native.library.aio_done(entry.request) for entry in native.in_flight.values()):
+    if not over or not all(batch.has_ended(native.library) for batch in native.in_flight):
         abandoned.append(native)

@@ -4,10 +4,16 @@
 holds each request and the owner of its memory from before the submission until the request is known to have
 ended; the C code never touches a request after that (aio.h). Whatever happens in Python in between (a dropped
 completion, Ctrl-C anywhere), memory may be kept too long, but is never freed too early.
+
+[Note: requests that others follow] They are gathered in the open batch, and the last one submits them all: a
+call into C for each, the interpreter's lock that it gives up, and a wake-up would cost more than all else. A
+batch is in `_in_flight` from its first request on, and any thread may submit it, any number of times: the C
+code takes what it has not taken before. So whoever asks or waits for a request that is still gathered submits
+it, and nothing is lost where an exception, or Ctrl-C, came before the last. Requests are added to the open
+batch alone, and only other batches are released, both under the lock.
 """
 
 import errno
-import itertools
 import os
 import threading
 import time
@@ -16,17 +22,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from infinity.aio import errors, files
+from infinity.aio.batch import RequestBatch, has_ended
 from infinity.aio.completion import Completion
 from infinity.aio.counts import EngineStatistics
-from infinity.aio.ending import InFlight, Native, abandoned, end, end_forgotten
+from infinity.aio.ending import Native, abandoned, end, end_forgotten
 from infinity.aio.errors import EngineClosedError, ForkedError, IoEngineFailedError, IoTimeoutError
 from infinity.aio.files import File, Folder
 from infinity.aio.library import (
     ALIGNED,
     BLOCK,
-    IDLE,
-    IN_FLIGHT,
-    MORE,
     REGISTERED_NBYTES,
     RINGS,
     SLICE_MS,
@@ -46,8 +50,19 @@ HANG_S = 60.0
 """The default number of seconds after which a request without a response means that the disk hangs."""
 
 _HUNG_CLOSE_S = 0.2
-_FIRST_ADDRESS, _END = 1, 1 << 63
+_END = 1 << 63
 _NO_COUNT = (1 << 64) - 1
+_engines: "weakref.WeakSet[IoEngine]" = weakref.WeakSet()
+_GATHERED_MOST = 16
+"""Requests of a batch: the first of many more begin before the last is there."""
+
+
+def _close_in_child() -> None:
+    for engine in list(_engines):
+        engine.leave()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class IoEngine:
@@ -84,14 +99,17 @@ class IoEngine:
         self.pid = os.getpid()
         self.hang_s = HANG_S
         self.hung = False
-        self._closed = False
-        # Guards _in_flight. Reentrant: a garbage collection while it is held may run a finalizer taking it.
+        self._closed = self._forked = False
+        # Guards _in_flight and _open. Reentrant: a garbage collection while it is held may run a finalizer
+        # that takes it.
         self._lock = threading.RLock()
-        self._in_flight: dict[int, InFlight] = {}
-        self._keys = itertools.count()
+        self._in_flight: dict[RequestBatch, None] = {}
+        self._open: RequestBatch | None = None
+        self._type = ffi.typeof("struct aio_request *")
         native = Native(self.library, pointer, self._in_flight, self.pid)
         self._native = native
         self._finalizer = weakref.finalize(self, end_forgotten, native)
+        _engines.add(self)
 
     # Files
 
@@ -178,16 +196,14 @@ class IoEngine:
             what: names the bytes in errors, such as the unit and field.
             owner: the object that keeps the memory alive; held until the request has ended.
             priority: the order among waiting requests.
-            more: further requests follow at once, the last without this flag. The request need not begin
-            before
-                that one, or before a thread waits for any request of this engine. This saves waking the
-                engine for each request, which is the largest cost of this call.
+            more: further requests follow at once, the last without this flag. The request begins with that
+                one, or when a thread asks for it, or waits for any request of this engine: several together
+                cost little more than one.
 
         Raises:
             ValueError: on a direct file, one of the three numbers is not whole blocks.
         """
-        flags = priority | MORE if more else priority
-        return self._submit(flags, file, offset, address, nbytes, what=what, owner=owner)
+        return self._begin(priority, file, offset, address, nbytes, what, owner, more=more)
 
     def write(
         self,
@@ -202,39 +218,70 @@ class IoEngine:
         more: bool = False,
     ) -> Completion:
         """Start to write `nbytes` from memory at `address` to a file at `offset`; otherwise like `read`."""
-        flags = WRITE | priority | (MORE if more else 0)
-        return self._submit(flags, file, offset, address, nbytes, what=what, owner=owner)
+        return self._begin(WRITE | priority, file, offset, address, nbytes, what, owner, more=more)
 
-    def _submit(
-        self, flags: int, file: File, offset: int, address: int, nbytes: int, *, what: str, owner: object
+    def _begin(
+        self,
+        flags: int,
+        file: File,
+        offset: int,
+        address: int,
+        nbytes: int,
+        what: str,
+        owner: object,
+        *,
+        more: bool,
     ) -> Completion:
-        self._check()
-        self._check_range(file, offset, address, nbytes, what)
-        if file.direct:
-            flags |= ALIGNED
-        request = ffi.new("struct aio_request *")
-        key = next(self._keys)
-        self._in_flight[key] = InFlight(what, request, owner, file.descriptor)
-        try:
-            result = self.library.aio_submit(self.pointer, request, file.fd, flags, address, offset, nbytes)
-        except BaseException:  # Ctrl-C, before or after the call took effect
-            if request.state == IDLE:
-                self.release(key)
-            raise
-        if result < 0:
-            self.release(key)
-            raise self._refusal(-result)
-        self._release_oldest()
-        return Completion(self, key, request, file, what)
-
-    def _check_range(self, file: File, offset: int, address: int, nbytes: int, what: str) -> None:
-        if offset < 0 or nbytes < 0 or address < _FIRST_ADDRESS or offset + nbytes >= _END:
+        if self._closed:
+            self._check()
+        if (
+            offset | nbytes | address - 1
+        ) < 0 or offset + nbytes >= _END:  # one of them is negative, or too large
             raise ValueError(f"{what}: {nbytes} B at offset {offset}, address {address:#x}: out of range")
-        if file.direct and (offset | address | nbytes) % BLOCK:
-            raise ValueError(
-                f"{what or 'request'}: address {address:#x}, offset {offset} and {nbytes} B must all be whole"
-                f" blocks of {BLOCK} B, because {file.path} is opened with O_DIRECT"
-            )
+        if file.direct:
+            if (offset | address | nbytes) % BLOCK:
+                raise ValueError(
+                    f"{what or 'request'}: address {address:#x}, offset {offset} and {nbytes} B must all be"
+                    f" whole blocks of {BLOCK} B, because {file.path} is opened with O_DIRECT"
+                )
+            flags |= ALIGNED
+        descriptor = file.descriptor
+        fd = descriptor.fd if descriptor.is_open else file.fd
+        request = ffi.new(self._type, (address, offset, nbytes, fd, flags))
+        entry = request, what, owner, descriptor
+        with self._lock:
+            batch = self._open or self._open_batch()
+            batch.add(entry)
+            self._in_flight[batch] = None  # again: see RequestBatch.add
+        if not more or batch is not self._open or len(batch.entries) >= _GATHERED_MOST:
+            result = self.submit(batch)
+            if result < 0:
+                raise self.refusal(-result)
+        return Completion(self, batch, request, file, what)
+
+    def _open_batch(self) -> RequestBatch:
+        self._open = batch = RequestBatch()
+        return batch
+
+    def submit(self, batch: RequestBatch) -> int:
+        """Submit the requests of a batch that are still gathered; returns -errno if they were refused."""
+        if self._forked:
+            return 0  # the lock may be held for ever
+        with self._lock:
+            if batch is self._open:
+                self._open = None
+        result = batch.submit(self.library, self.pointer)
+        if result < 0:
+            self.release(batch)
+        else:
+            self._release_oldest()
+        return result
+
+    def submit_gathered(self) -> None:
+        """Submit the requests that are still gathered, of whichever thread: it is about to wait."""
+        batch = self._open
+        if batch is not None:
+            self.submit(batch)
 
     # Waiting
 
@@ -245,6 +292,7 @@ class IoEngine:
             IoTimeoutError: none has ended after `timeout_s` seconds.
         """
         self._check_process()
+        self.submit_gathered()
         if not completions:
             raise ValueError("wait_any needs at least one completion")
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -264,6 +312,8 @@ class IoEngine:
             IoTimeoutError: requests are still in flight after `timeout_s` seconds.
         """
         self._check_process()
+        self.submit_gathered()
+        self._native.submit_all()
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not (result := self.library.aio_wait_idle(self.pointer, self._slice_ms(end_s, "not idle"))):
             pass
@@ -274,13 +324,12 @@ class IoEngine:
     def hangs(self, what: str) -> IoTimeoutError:
         """Record that the disk does not respond to `what`, and return the error that says so."""
         self.hung = True
-        with self._lock:
-            entries = list(self._in_flight.values())
         in_flight = [
-            f"{'write' if one.request.flags & WRITE else 'read'} of {one.what or 'unnamed data'}, "
-            f"{one.request.nbytes} B at {one.request.offset}"
-            for one in entries
-            if not self.library.aio_done(one.request)
+            f"{'write' if request.flags & WRITE else 'read'} of {name or 'unnamed data'}, "
+            f"{request.nbytes} B at {request.offset}"
+            for batch in list(self._in_flight)
+            for request, name, *_ in batch.entries
+            if not has_ended(self.library, request)
         ]
         return IoTimeoutError.of_hang(what, self.hang_s, in_flight)
 
@@ -288,19 +337,16 @@ class IoEngine:
         """Wait until no request on a file is in flight, or the disk hangs."""
         if self.pid != os.getpid() or self.hung:
             return
-        descriptor = file.descriptor
-        with self._lock:
-            entries = [
-                (key, entry) for key, entry in self._in_flight.items() if entry.descriptor is descriptor
-            ]
-        for key, entry in entries:
-            # A request whose submission fails meanwhile never ends, but is released.
-            while key in self._in_flight:
-                result = self.library.aio_wait(self.pointer, entry.request, SLICE_MS)
+        for batch in list(self._in_flight):
+            requests = [entry[0] for entry in batch.entries if entry[-1] is file.descriptor]
+            if requests:
+                self.submit(batch)
+            for request in requests:
+                while not (result := self.library.aio_wait(self.pointer, request, SLICE_MS)):
+                    pass
                 if result < 0:
                     raise IoEngineFailedError.of_engine(-result)
-                if result > 0:
-                    self.release(key)
+            self.release(batch)
 
     def _slice_ms(self, end_s: float | None, message: str) -> int:
         if end_s is None:
@@ -317,15 +363,17 @@ class IoEngine:
 
     # Releasing memory
 
-    def release(self, key: int) -> None:
-        """Release the owner of a request that has ended."""
-        if key not in self._in_flight:
-            return
-        if self.pid != os.getpid():
-            return  # in a forked child the lock may be held for ever
+    def release(self, batch: RequestBatch) -> bool:
+        """Release the owners of a batch if all its requests have ended; returns whether they are released."""
+        if batch.is_over or self._forked:  # in a forked child the lock may be held for ever
+            return batch.is_over
         with self._lock:
-            entry = self._in_flight.pop(key, None)
-        del entry  # outside the lock, because an owner's finalizer may run any code
+            if batch is self._open or not batch.has_ended(self.library):
+                return False
+            self._in_flight.pop(batch, None)
+            entries = batch.let_go()
+        del entries  # outside the lock, because an owner's finalizer may run any code
+        return True
 
     def _release_oldest(self) -> None:
         """Release the oldest requests if they have ended: their completions may have been dropped.
@@ -334,24 +382,20 @@ class IoEngine:
         """
         while True:
             with self._lock:
-                key, entry = next(iter(self._in_flight.items()), (0, None))
-            # Most have not, and reading the state directly saves a call into C.
-            if entry is None or entry.request.state == IN_FLIGHT or not self.library.aio_done(entry.request):
+                batch = next(iter(self._in_flight), None)
+            if batch is None or not self.release(batch):
                 return
-            self.release(key)
 
     def _release_all(self) -> None:
-        with self._lock:
-            entries = list(self._in_flight.items())
-        for key, entry in entries:
-            if self.library.aio_done(entry.request):
-                self.release(key)
+        for batch in list(self._in_flight):
+            self.release(batch)
 
     # Life
 
     def statistics(self) -> EngineStatistics:
         """Return the counts so far; releases requests that have ended."""
         self._check_process()
+        self.submit_gathered()
         self._release_all()
         return EngineStatistics.of(self.library, self.pointer)
 
@@ -363,6 +407,7 @@ class IoEngine:
         """Finish all requests, then end the engine's threads. A second call does nothing."""
         if self._closed or self.pid != os.getpid():
             return
+        self.submit_gathered()
         over = end(self._native, _HUNG_CLOSE_S if self.hung else None)
         self._closed = True
         if not over:
@@ -372,9 +417,13 @@ class IoEngine:
         self._release_all()
         self._finalizer()
 
+    def leave(self) -> None:
+        """Refuse all from now on: this is a forked child, and the engine is its parent's."""
+        self._closed = self._forked = True
+
     def _check(self) -> None:
-        self._check_process()
         if self._closed:
+            self._check_process()
             raise EngineClosedError(f"{self!r} is closed")
 
     def _check_process(self) -> None:
@@ -384,7 +433,8 @@ class IoEngine:
                 f"  try: open an engine in the child, or start it with the 'spawn' method"
             )
 
-    def _refusal(self, number: int) -> Exception:
+    def refusal(self, number: int) -> Exception:
+        """Return the error of a request that the C engine has refused."""
         if number == errno.ESHUTDOWN:
             return EngineClosedError(f"{self!r} is closed")
         return IoEngineFailedError.of_engine(number)

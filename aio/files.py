@@ -47,10 +47,16 @@ class Descriptor:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.close = weakref.finalize(self, os.close, fd)
+        self.is_open = True
+        self._closing = weakref.finalize(self, os.close, fd)
         # At exit requests may be in flight, and a closed descriptor's number may be reused for another file.
-        self.close.atexit = False
+        self._closing.atexit = False
         _descriptors.add(self)
+
+    def close(self) -> None:
+        """Close it now; a second call does nothing."""
+        self.is_open = False
+        self._closing()
 
 
 class Waiter(Protocol):
@@ -82,9 +88,10 @@ class File:
         Raises:
             ValueError: the file is closed.
         """
-        if not self.descriptor.close.alive:
+        descriptor = self.descriptor
+        if not descriptor.is_open:
             raise ValueError(f"{self.path} is closed")
-        return self.descriptor.fd
+        return descriptor.fd
 
     @property
     def nbytes(self) -> int:
@@ -169,7 +176,7 @@ class File:
         self.close()
 
     def __repr__(self) -> str:
-        state = f"{self.nbytes} B" if self.descriptor.close.alive else "closed"
+        state = f"{self.nbytes} B" if self.descriptor.is_open else "closed"
         return f"<File {self.path}, {'direct' if self.direct else 'buffered'}, {state}>"
 
 

@@ -136,7 +136,6 @@ bool front_is_drained(const struct aio_engine *engine) {
 
 /* Needs the lock, so that wake_fd is still open: the backend cannot end without the lock. */
 static void wake_backend(struct aio_engine *engine, bool everyone) {
-    engine->unannounced = false;
     if (engine->sleeping) {
         uint64_t one = 1;
         engine->sleeping = false;
@@ -168,33 +167,34 @@ int32_t aio_register(struct aio_engine *engine, uint64_t address, uint64_t nbyte
     return -error;
 }
 
-int32_t aio_submit(struct aio_engine *engine, struct aio_request *request, int32_t fd,
-                   uint32_t flags, uint64_t address, uint64_t offset, uint64_t nbytes) {
+/* `state` and `awaited` are not reset: other threads may read, or wait for, a request as soon as its
+ * memory is zeroed. */
+int32_t aio_submit(struct aio_engine *engine, struct aio_request *const *requests, uint32_t count) {
     pthread_mutex_lock(&engine->lock);
-    int32_t rc = engine->failure ? -engine->failure : engine->stopping ? -ESHUTDOWN : 0;
-    if (rc == 0) {
-        /* `state` and `awaited` are not reset: other threads may read, or wait for, a request as soon
-         * as its memory is zeroed. */
-        request->address = address;
-        request->offset = offset;
-        request->nbytes = nbytes;
-        request->fd = fd;
-        request->flags = flags;
-        request->began_ns = monotonic_ns();
+    int32_t error = engine->failure ? engine->failure : engine->stopping ? ESHUTDOWN : 0, rc = 0;
+    uint64_t began_ns = monotonic_ns();
+    uint32_t workers = 0; /* that may be needed, from two on all */
+    for (uint32_t i = 0; i < count; i++) {
+        struct aio_request *request = requests[i];
+        if (__atomic_load_n(&request->state, __ATOMIC_RELAXED) != AIO_IDLE) continue;
+        if (error) {
+            rc = -error;
+            request->error = error;
+            __atomic_store_n(&request->state, AIO_DONE, __ATOMIC_RELEASE);
+            continue;
+        }
+        request->began_ns = began_ns;
         __atomic_store_n(&request->state, AIO_IN_FLIGHT, __ATOMIC_RELAXED);
         engine->statistics.requests++;
         engine->statistics.in_flight++;
-        if (nbytes == 0) {
+        if (request->nbytes == 0) {
             complete(engine, request);
         } else {
             push(queue_of(engine, request), request);
-            if (flags & AIO_MORE)
-                engine->unannounced = true;
-            else
-                wake_backend(engine,
-                             engine->unannounced || nbytes > engine->options.piece_nbytes);
+            workers += request->nbytes > engine->options.piece_nbytes ? 2 : 1;
         }
     }
+    if (workers) wake_backend(engine, workers > 1);
     pthread_mutex_unlock(&engine->lock);
     return rc;
 }
@@ -205,18 +205,11 @@ int32_t aio_done(const struct aio_request *request) {
 
 /* ---- waiting -------------------------------------------------------------------------------- */
 
-/* Before every wait, with the lock held: a request with AIO_MORE may not have been followed yet by
- * one without. */
-static void announce(struct aio_engine *engine) {
-    if (engine->unannounced) wake_backend(engine, true);
-}
-
 int32_t aio_wait(struct aio_engine *engine, struct aio_request *request, uint32_t timeout_ms) {
     if (aio_done(request)) return 1;
     struct timespec deadline = deadline_after(timeout_ms);
     int rc = 0;
     pthread_mutex_lock(&engine->lock);
-    announce(engine);
     request->awaited++;
     while (!aio_done(request) && !engine->failure && rc == 0)
         rc = pthread_cond_timedwait(&engine->finished, &engine->lock, &deadline);
@@ -230,7 +223,6 @@ int32_t aio_wait_idle(struct aio_engine *engine, uint32_t timeout_ms) {
     struct timespec deadline = deadline_after(timeout_ms);
     int rc = 0;
     pthread_mutex_lock(&engine->lock);
-    announce(engine);
     engine->idle_waiters++;
     while (engine->statistics.in_flight && !engine->failure && rc == 0)
         rc = pthread_cond_timedwait(&engine->finished, &engine->lock, &deadline);
@@ -244,7 +236,6 @@ uint64_t aio_wait_change(struct aio_engine *engine, uint64_t seen, uint32_t time
     struct timespec deadline = deadline_after(timeout_ms);
     int rc = 0;
     pthread_mutex_lock(&engine->lock);
-    announce(engine);
     engine->change_waiters++;
     while (engine->statistics.finished == seen && !engine->failure && rc == 0)
         rc = pthread_cond_timedwait(&engine->finished, &engine->lock, &deadline);

@@ -65,7 +65,6 @@ struct aio_engine {
     uint32_t idle_workers;   /* threads: workers that wait for a piece */
     uint32_t running;        /* backend threads alive */
     bool sleeping;           /* io_uring: the ring's thread must be woken for new work */
-    bool unannounced;        /* AIO_MORE: the backend may not know of some requests yet */
     bool stopping;
     bool held;
     bool started;    /* io_uring: the ring is up, or start_error says why not */

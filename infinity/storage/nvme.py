@@ -217,7 +217,7 @@ class NvmeStore:
         if direct is not None:
             place = self._file.fd, request.extent.offset + request.start
             return direct.read(*place, request.address, request.nbytes, request.what)
-        extent, start, address, nbytes, what, owner, urgent, more, *_ = request
+        extent, start, address, nbytes, what, owner, urgent, more, _, _ = request
         priority = _URGENT if urgent else _NORMAL
         return self.engine.read(
             self._file,
@@ -232,7 +232,7 @@ class NvmeStore:
 
     def write(self, request: Request) -> aio.Completion:
         """Begin a write, with lower priority than reads unless it is urgent; see DiskStore."""
-        extent, start, address, nbytes, what, owner, urgent, more, *_ = request
+        extent, start, address, nbytes, what, owner, urgent, more, _, _ = request
         priority = _URGENT if urgent else _BEHIND
         return self.engine.write(
             self._file,
