@@ -101,10 +101,10 @@ def test_mixed_means_reads_and_writes_half_and_half(folder):
     assert after.bytes_read - before.bytes_read == after.bytes_written - before.bytes_written == 48 << 20
 
 
-def test_of_equal_rates_the_one_with_least_in_flight_is_taken():
+def test_of_equal_rates_the_one_with_least_in_flight_is_taken_and_of_these_the_largest_pieces():
     rates = {(32, 1 << 20): 2.00e9, (16, 1 << 20): 1.96e9, (8, 4 << 20): 2.02e9, (8, 1 << 20): 1.5e9}
     assert disk.best(rates) == (1.96e9, 16, 1 << 20)
-    assert disk.best({**rates, (64, 1 << 18): 1.96e9}) == (1.96e9, 64, 1 << 18)
+    assert disk.best({**rates, (64, 1 << 18): 1.96e9}) == (1.96e9, 16, 1 << 20)
 
 
 def test_the_mix_is_measured_once_more_while_every_core_computes(folder, monkeypatch):
