@@ -7,6 +7,7 @@ from infinity.kernels.library import ffi, library
 
 STRETCH_NUMEL = 8192  # elements whose bytes are summed up at once, as in internal.h
 LEAST_NBYTES = 256  # of a stretch
+_FIELDS, _VOID = ffi.typeof("struct infinity_field[]"), ffi.typeof("void *")
 
 
 class Field(NamedTuple):
@@ -37,16 +38,17 @@ class Checksums:
             ValueError: a stretch, also the last of a field, has fewer than 256 bytes.
         """
         self.count = len(fields)
-        for _, nbytes, stretch, _, _ in fields:
-            if min(stretch, nbytes % stretch or stretch) < LEAST_NBYTES or nbytes <= 0:
+        self._asks_before = self._asks_after = False
+        rows = []
+        for address, nbytes, stretch, before, after in fields:
+            if stretch < LEAST_NBYTES or 0 < nbytes % stretch < LEAST_NBYTES or nbytes <= 0:
                 message = f"{nbytes} B in stretches of {stretch}: expected {LEAST_NBYTES} B or more in each"
                 raise ValueError(message)
+            self._asks_before |= before
+            self._asks_after |= after
+            rows.append((ffi.cast(_VOID, address), nbytes, stretch, before, after))
         self._fields = fields
-        self._brought = False
-        self.pointer: Any = ffi.new(
-            "struct infinity_field[]",
-            [(ffi.cast("void *", address), *others) for address, *others in fields],
-        )
+        self.pointer: Any = ffi.new(_FIELDS, rows)
 
     def copy_from(self, source: int, address: int, nbytes: int) -> bool:
         """Copy `nbytes` from `source` to `address`, and take the checksums before a kernel's work on the way.
@@ -59,18 +61,19 @@ class Checksums:
             end += one.nbytes
         if end != address + nbytes:
             return False
-        library.infinity_take(self.count, self.pointer, ffi.cast("void *", source))
-        self._brought = True
+        library.infinity_take(self.count, self.pointer, ffi.cast(_VOID, source))
+        self._asks_before = False  # these have been taken
         return True
 
     def take_before(self) -> None:
-        """Take the checksums before a kernel's work, unless `copy_from` has."""
-        if not self._brought:
+        """Take the checksums before a kernel's work, if any are asked for, unless `copy_from` has."""
+        if self._asks_before:
             library.infinity_checksum(self.count, self.pointer, 0)
 
     def take_after(self) -> None:
-        """Take the checksums after a kernel's work."""
-        library.infinity_checksum(self.count, self.pointer, 1)
+        """Take the checksums after a kernel's work, if any are asked for: else threads would wake in vain."""
+        if self._asks_after:
+            library.infinity_checksum(self.count, self.pointer, 1)
 
     def before(self, index: int) -> int:
         """Return a field's checksum before the work."""

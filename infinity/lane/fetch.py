@@ -237,6 +237,7 @@ class _UpdatingPass(_UnitPass):
         self.updates: dict[int, Update] = pending
         self._pending, self._taken = pending, False
         self._updates_all = self._steps_all = False
+        self._found: tuple[int, int, list[TilePiece]] = 0, 0, []
         self._matrices: WholeMatrices | None = None
         self._owners: MatrixOwners | None = None
 
@@ -321,17 +322,22 @@ class _UpdatingPass(_UnitPass):
             and self.record.in_one_piece(tuple(self.touched()))
         )
 
+    def _pieces(self, start: int, stop: int) -> list[TilePiece]:
+        """Return the parameters' parts in a tile, found once for all who ask."""
+        found = self._found
+        if found[:2] != (start, stop):
+            self._found = found = start, stop, pieces(self.record.shard, start, stop)
+        return found[2]
+
     def _changes(self, start: int, stop: int) -> bool:
         if start >= self.record.shard.end:
             return False
         if self._updates_all or not self.updates:
             return self._updates_all
-        return any(piece.index in self.updates for piece in pieces(self.record.shard, start, stop))
+        return any(piece.index in self.updates for piece in self._pieces(start, stop))
 
     def _changes_all(self, start: int, stop: int) -> bool:
-        return self._updates_all or all(
-            piece.index in self.updates for piece in pieces(self.record.shard, start, stop)
-        )
+        return self._updates_all or all(piece.index in self.updates for piece in self._pieces(start, stop))
 
     def _hi_is_given(self) -> bool:
         """Whether `hi` need not be read: it is in the unit's memory."""
@@ -359,7 +365,7 @@ class _UpdatingPass(_UnitPass):
             one: update.field for one, update in self.updates.items() if update.field and one not in apart
         }
         if spilled:
-            here = {piece.index for piece in pieces(self.record.shard, start, stop)}
+            here = {piece.index for piece in self._pieces(start, stop)}
             reads += sorted({field for index, field in spilled.items() if index in here})
         return reads, fields
 
@@ -369,7 +375,7 @@ class _UpdatingPass(_UnitPass):
 
     def _fields(self, start: int, stop: int) -> tuple[str, ...]:
         """Return the fields that updates of a tile work on, and those that go to their targets."""
-        here = (self.updates.get(piece.index) for piece in pieces(self.record.shard, start, stop))
+        here = (self.updates.get(piece.index) for piece in self._pieces(start, stop))
         stepped = {name for one in here if one is not None for name in self._stepped(one.recipe)}
         adopts = self.adopts
         if self._matrices is not None and self._matrices.was_walked(start):
@@ -380,7 +386,7 @@ class _UpdatingPass(_UnitPass):
         self, matrices: WholeMatrices, start: int, stop: int
     ) -> tuple[Sequence[str], Sequence[str]]:
         """Return what the first walk reads and writes of a tile: the momentum, and spilled gradients."""
-        here = {piece.index for piece in pieces(self.record.shard, start, stop)}
+        here = {piece.index for piece in self._pieces(start, stop)}
         spilled = {one.field for index, one in matrices.updates.items() if index in here and one.field}
         reads = [MOMENTUM] if self.record.written(MOMENTUM, start) else []
         return [*reads, *sorted(spilled)], (MOMENTUM,)
@@ -391,7 +397,7 @@ class _UpdatingPass(_UnitPass):
 
     def takes_checksums(self, start: int, stop: int) -> bool:
         """Where one step of one parameter is all that is done, by a kernel that takes checksums."""
-        parts = list(pieces(self.record.shard, start, stop))
+        parts = self._pieces(start, stop)
         update = self.updates.get(parts[0].index) if len(parts) == 1 and parts[0].start == start else None
         if update is None or update.missed or update.after or not update.has_gradient:
             return False
@@ -403,7 +409,7 @@ class _UpdatingPass(_UnitPass):
             return self._process(start, stop, addresses)
         if not self.record.written(MOMENTUM, start):
             clear(self.record, addresses, MOMENTUM, stop - start)
-        for piece in pieces(self.record.shard, start, stop):
+        for piece in self._pieces(start, stop):
             update = self._matrices.updates.get(piece.index)
             if update is not None:
                 m = piece_address(self.record, addresses[MOMENTUM], piece.start, start, MOMENTUM)
@@ -418,15 +424,14 @@ class _UpdatingPass(_UnitPass):
         return None
 
     def _apply_updates(self, start: int, stop: int, addresses: dict[str, int]) -> None:
-        if not self._changes(start, stop):
-            return
-        for name in self.record.schema.moments:
-            if name in addresses and not self.record.written(name, start):
-                clear(self.record, addresses, name, stop - start)
-        self._apply(start, stop, addresses)
+        if self._changes(start, stop):
+            for name in self.record.schema.moments:
+                if name in addresses and not self.record.written(name, start):
+                    clear(self.record, addresses, name, stop - start)
+            self._apply(start, stop, addresses)
 
     def _apply(self, start: int, stop: int, addresses: dict[str, int]) -> None:
-        for piece in pieces(self.record.shard, start, stop):
+        for piece in self._pieces(start, stop):
             update = self.updates.get(piece.index)
             if update is not None:
                 self._step(update, piece, start, addresses)

@@ -550,13 +550,9 @@ class StreamLane:
         if block:
             started = time.perf_counter()
             self._end(self._writing[0])
-            self._writing.popleft()
             self.times.waited_for_write(time.perf_counter() - started)
-        over = [tile for tile in self._writing if tile.is_over]
-        if over:
-            for tile in over:
-                self._end(tile)
-            self._writing = deque(tile for tile in self._writing if tile not in over)
+        for tile in [one for one in self._writing if one.is_over]:
+            self._end(tile)
 
     def _end(self, tile: LaneTile) -> None:
         for transfer in tile.transfers:
@@ -569,6 +565,7 @@ class StreamLane:
         with self.lock:
             tile.owner.progress.tile_over()
             self._finish_if_over(tile.owner)
+        self._writing.remove(tile)
 
     def _processed(self, job: Pass) -> None:
         for name in job.adopts:

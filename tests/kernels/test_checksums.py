@@ -111,6 +111,14 @@ def test_a_step_takes_them_on_its_way_and_is_the_same_as_without(seed, numel, dt
     assert first != last
 
 
+def test_no_kernel_runs_where_no_checksum_is_asked_for(monkeypatch):
+    content = torch.zeros(4096, dtype=torch.uint8)
+    sums = [Checksums([Field(content.data_ptr(), 4096, 4096, one, not one)]) for one in (True, False)]
+    monkeypatch.setattr("infinity.kernels.checksums.library", None)
+    sums[0].take_after()
+    sums[1].take_before()
+
+
 @pytest.mark.parametrize(("nbytes", "stretch"), [(255, 256), (512, 128), (1024 + 255, 1024), (0, 1024)])
 def test_stretches_that_xxh3_would_take_another_way_are_refused(nbytes, stretch):
     with pytest.raises(ValueError, match=f"{nbytes} B in stretches of {stretch}: expected 256 B"):
