@@ -27,7 +27,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -126,7 +126,7 @@ class Arrivals:
         """
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those that have parameters of the engine; see `join`."""
-        self._takers: dict[Unit, list[weakref.ref[Updater]]] = {}
+        self._takers: dict[Unit, list[weakref.ref[Any]]] = {}
         self._taken: defaultdict[Unit, set[int]] = defaultdict(set)
         """Parameters whose gradients `take` has taken in since the unit was last complete."""
         self._meeting: MeetingOfRanks | None = None
@@ -174,10 +174,10 @@ class Arrivals:
         """Take over the gradients of a parameter as soon as autograd has accumulated them."""
         arrivals = weakref.ref(self)  # and no unit: torch would keep it, and its parameters, for ever
 
-        def caught(parameter: torch.Tensor) -> None:
+        def caught(parameter: Any) -> None:
             alive = arrivals()
             if alive is not None:
-                alive.accumulated(cast("nn.Parameter", parameter))
+                alive.accumulated(parameter)
 
         required = parameter.requires_grad
         parameter.requires_grad = True  # torch refuses the hook on a parameter that is frozen for now
@@ -191,7 +191,10 @@ class Arrivals:
             grad = parameter.grad
         if grad is None:
             return
-        self._note(parameter, unit, index)
+        for call in self._told:
+            call(parameter)
+        if unit.slice_numbers and (number := unit.slice_numbers[index]) >= 0:
+            self.slices.gradient_came(number)
         updater = self.updater(unit)
         if updater is not None and self._durable is not None:
             self._durable.before_change()
@@ -224,12 +227,6 @@ class Arrivals:
                 self._use_gradients(unit, updater)
         self._hooks.end_unit(unit)
 
-    def _note(self, parameter: nn.Parameter, unit: Unit, index: int) -> None:
-        for call in self._told:
-            call(parameter)
-        if unit.slice_numbers and (number := unit.slice_numbers[index]) >= 0:
-            self.slices.gradient_came(number)
-
     def _speculates(self, unit: Unit) -> bool:
         """Begin to make a complete unit's updates before they are decided, and end the unit's use; False, and
         nothing is done, where they are not to be made.
@@ -251,11 +248,13 @@ class Arrivals:
 
     def _foreseer(self, unit: Unit) -> Foreseer | None:
         """Return the optimizer of a unit's first parameter, if it is to say what it will decide."""
-        for optimizer in self.optimizers:
-            history = optimizer.speculation
-            if (history.speculates or history.rests) and optimizer.has(unit.parameters[0]):
-                if history.speculates:
-                    return cast("Foreseer", optimizer)
+        for taker in self._takers_of(unit):
+            optimizer: Foreseer | None = taker()
+            if optimizer is None or not optimizer.has(unit.parameters[0]):
+                continue
+            if optimizer.speculation.speculates:
+                return optimizer
+            if optimizer.speculation.rests:
                 self._speculation.rest()
         return None
 
@@ -391,11 +390,13 @@ class Arrivals:
         them. Matrices that the ranks orthogonalize together wait for the end of the backward where not all
         ranks have used the unit, so that each knows of other uses.
         """
+        if updater is None:
+            self._gradients.settle(unit)
+            return
         outgoing = self._gradients.outgoing_of(unit)
         together = self._meeting is not None and unit in self._meeting.chosen
         if (
-            updater is not None
-            and not (together and any(map(updater.steps_whole, unit.parameters)))
+            not (together and any(map(updater.steps_whole, unit.parameters)))
             and self._hooks.used_once(unit)
             and all(
                 updater.has(unit.parameters[index]) and one.form is Form.OUTGOING and one.is_current
@@ -410,14 +411,19 @@ class Arrivals:
         """Return the optimizer that applies this unit's gradients in the backward, as soon as they are
         complete.
         """
-        if unit not in self._takers:
-            takers = [one for one in self.optimizers if any(map(one.has, unit.parameters))]
-            self._takers[unit] = [weakref.ref(one) for one in takers]
-        for taker in self._takers[unit]:
-            optimizer = taker()
+        for taker in self._takers_of(unit):
+            optimizer: Updater | None = taker()
             if optimizer is not None and self._applies(optimizer, unit):
                 return optimizer
         return None
+
+    def _takers_of(self, unit: Unit) -> list[weakref.ref[Any]]:
+        """Return the optimizers that have any of a unit's parameters."""
+        takers = self._takers.get(unit)
+        if takers is None:
+            found = [one for one in self.optimizers if any(map(one.has, unit.parameters))]
+            takers = self._takers[unit] = [weakref.ref(one) for one in found]
+        return takers
 
     def _applies(self, optimizer: Updater, unit: Unit) -> bool:
         """Whether an optimizer applies a unit's gradients in the backward."""

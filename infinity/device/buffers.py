@@ -77,7 +77,7 @@ class Buffers:
     ) -> torch.Tensor:
         own_nbytes = numel * dtype.itemsize
         nbytes = buffer_nbytes or own_nbytes
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with torch.inference_mode(mode=False):
             if not numel:
                 return torch.empty(0, dtype=dtype, device="cpu")
             arena = self._take(nbytes) or self._make(nbytes, on_huge_pages=buffer_nbytes > 0)

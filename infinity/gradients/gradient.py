@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from enum import Enum, Flag, auto
+from enum import Enum
 
 import numpy as np
 import torch
@@ -72,14 +72,8 @@ _NEXT = {
 """The forms that may follow each one."""
 
 
-class _Noted(Flag):
-    """What has been done with its values."""
-
-    FINITE = auto()
-    ASKED = auto()
-
-
-_NOTHING = _Noted(0)
+_FINITE, _ASKED = 1, 2
+"""What has been done with its values. Numbers, as a Flag is combined in Python."""
 
 
 class Gradient:
@@ -123,7 +117,7 @@ class Gradient:
         """How often something was added to its values, unless it was zero."""
         self.scale = ONE
         """The fp32 factor that clipping recorded; applied in the update."""
-        self._noted = _NOTHING
+        self._noted = 0
         self._ledger = ledger
         self._charged = 0
         self._lease: Lease | None = None
@@ -164,19 +158,19 @@ class Gradient:
         Raises: UnsupportedError where they are gone.
         """
         if self.form is not Form.ZERO:
-            self._noted |= _Noted.ASKED
+            self._noted |= _ASKED
         if self.form is Form.APPLIED:
             raise UnsupportedError(applied_message(self.unit, what))
 
     @property
     def checked(self) -> bool:
         """Whether somebody has seen that it is finite, as a scaled loss needs."""
-        return _Noted.FINITE in self._noted
+        return bool(self._noted & _FINITE)
 
     @property
     def asked(self) -> bool:
         """Whether its values were read, set, clipped or added to."""
-        return _Noted.ASKED in self._noted
+        return bool(self._noted & _ASKED)
 
     def measured_by(self, square_sum: SquareSum, job: Pass) -> None:
         """Let `job` fill in the sum of squares."""
@@ -195,16 +189,16 @@ class Gradient:
 
     def multiply(self, factor: float) -> None:
         """Record a factor of clipping, in fp32."""
-        self._noted |= _Noted.ASKED
+        self._noted |= _ASKED
         self.scale = np.float32(self.scale * np.float32(factor))
 
     def was_seen_finite(self) -> None:
         """Note that somebody has seen that it is finite, or skips the step where it is not."""
-        self._noted |= _Noted.FINITE
+        self._noted |= _FINITE
 
     def was_asked_for(self) -> None:
         """Note that its values are the user's: assigned, or changed by an operation of torch."""
-        self._noted |= _Noted.ASKED
+        self._noted |= _ASKED
 
     def fresh(self) -> Gradient:
         """Return a gradient of zeros for the same parameter."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Protocol
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import torch
 
@@ -93,8 +93,8 @@ class GradientStore:
                 peers, lane, device, kept, outgoing_share, deferred=deferred, bucket_nbytes=bucket_nbytes
             )
         self._at_once: dict[int, int] = {}
-        self._in_record: defaultdict[Unit, WeakValueDictionary[int, Gradient]]
-        self._in_record = defaultdict(WeakValueDictionary)  # spilled ones that somebody refers to
+        self._in_record: dict[Unit, dict[int, ref[Gradient]]] = {}
+        """Those that were spilled last, to some of which nobody may refer any more."""
         self._outgoing: defaultdict[Unit, dict[int, Gradient]] = defaultdict(dict)
         self.on_device = GradientsOnDevice(device, residency, self._outgoing, self._comes_down)
         """Those that stay on an accelerator."""
@@ -317,7 +317,7 @@ class GradientStore:
         computing waits for that with one of it in memory, not two.
         """
         unit = gradient.unit
-        told = not gradient.additions and self.unkept.expects(unit)
+        told = keep and not gradient.additions and self.unkept.expects(unit)
         stays = keep and not told and not self.rests(unit)
         if stays and gradient.charge(tensor.nbytes):
             gradient.keep(self._own(tensor) if own else tensor)
@@ -357,13 +357,17 @@ class GradientStore:
         """
         told = self.unkept.prepared(unit)
         self.on_device.wait_no_more(unit)
-        for index, gradient in self.outgoing_of(unit).items():
-            if gradient.form is Form.OUTGOING and gradient.square_sum is None and gradient.arriving.done:
-                gradient.measure(gradient.in_memory)
-            if told is not None or self.rests(unit) or gradient.form is not Form.OUTGOING:
+        outgoing = self._outgoing.get(unit)
+        if not outgoing:
+            return
+        leave = told is not None or self.rests(unit)
+        for index, gradient in list(outgoing.items()):
+            if gradient.form is not Form.OUTGOING:
                 continue
-            if gradient.charge(gradient.in_memory.nbytes):
-                del self._outgoing[unit][index]
+            if gradient.square_sum is None and gradient.arriving.done:
+                gradient.measure(gradient.in_memory)
+            if not leave and gradient.charge(gradient.in_memory.nbytes):
+                del outgoing[index]
                 gradient.keep(gradient.in_memory)
         self.spill(unit, told)
 
@@ -413,13 +417,17 @@ class GradientStore:
     def spill(self, unit: Unit, told: ToldGradients | None = None) -> None:
         """Write a unit's outgoing gradients to its record. told: may tell them, so that they need not be."""
         self.on_device.wait_no_more(unit)
-        if not self.outgoing_of(unit):
+        if not self._outgoing.get(unit):
             return
         if any(update.field for update in unit.pending.values()):
             self._residency.flush(unit)  # pending updates read the gradients that are stored now
         self.unkept.write(unit)  # to the place that is to be read, or written
         outgoing = self._outgoing.pop(unit)
-        stored = {index: one for index, one in self._in_record[unit].items() if one.form is Form.SPILLED}
+        stored = {
+            index: one
+            for index, last in self._in_record.get(unit, {}).items()
+            if (one := last()) is not None and one.form is Form.SPILLED
+        }
         plan = plan_spill(
             {
                 index: Outbound(one.in_memory.dtype == torch.float32, one.form is Form.SPILLED)
@@ -448,9 +456,10 @@ class GradientStore:
         else:
             job = SpillUntoldPass(record, record.tile_numel, parts, told)
         leases = []
-        for index, gradient in (*outgoing.items(), *carried.items()):
+        spilled = outgoing | carried
+        self._in_record[unit] = {index: ref(gradient) for index, gradient in spilled.items()}
+        for index, gradient in spilled.items():
             leases.append(gradient.spill(plan.target))
-            self._in_record[unit][index] = gradient
             if index in parts and parts[index].measure:
                 gradient.measured_by(parts[index].square_sum, job)
         job.give_parts_to(partial(_let_go, leases))

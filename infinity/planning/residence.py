@@ -267,7 +267,7 @@ class Residency(ABC, Generic[_UnitT, _UpdateT]):
         job = self._come(unit)
         if fetch:
             self._owed.extend(fetch)
-        if self.in_round and self._owed:  # a round waits for the disk alone, which goes on meanwhile
+        if self._owed and self.in_round:  # a round waits for the disk alone, which goes on meanwhile
             self.fetch_owed()
         self._await(unit, job)
         if self._owed or self._announced:  # what was lent may have been given back

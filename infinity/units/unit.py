@@ -102,7 +102,7 @@ class Unit:
         """How far behind the begin of a block its memory begins while its record lies in files."""
         self.resident_nbytes = framed if self._skew_nbytes else nbytes
         """Bytes on the device while resident."""
-        self.flat = torch.empty(0, dtype=compute_dtype(record.schema), device="cpu")
+        self.flat = self._nothing = torch.empty(0, dtype=compute_dtype(record.schema), device="cpu")
         """`hi` in the memory that computes, while the unit is resident; else without elements."""
         self.storage_key = int(self.flat.untyped_storage()._cdata)
         """Identifies the storage: any tensor that shares it shows the same number."""
@@ -238,7 +238,8 @@ class Unit:
     @property
     def in_place(self) -> bool:
         """Whether the unit is always where it computes: being resident takes no memory and no transfer."""
-        return (self._opened.in_place and self.record.in_host("hi")) or self.on_device
+        record = self.record  # asked several times for each use
+        return (self._opened.in_place and record.in_host("hi")) or (record.on_device and not self.in_parts)
 
     @property
     def on_device(self) -> bool:
@@ -341,8 +342,12 @@ class Unit:
         self._leave_memory()
         self.flat, self._memory = flat, memory
         self.storage_key = int(flat.untyped_storage()._cdata)
-        with torch.inference_mode(mode=False), torch.no_grad():
-            self._views = [flat[one.start : one.stop].view(one.shape) for one in self.layout.segments]
+        with torch.inference_mode(mode=False):  # `flat` asks for no gradients
+            segments = self.layout.segments
+            if len(segments) == 1 and segments[0].numel == flat.numel():  # one operation, not two
+                self._views = [flat.view(segments[0].shape)]
+            else:
+                self._views = [flat[one.start : one.stop].view(one.shape) for one in segments]
             if self.distributed:
                 self._views = self.changes.counted(self._views)
         self._own_shares = self.shares()
@@ -361,9 +366,8 @@ class Unit:
     def unbind(self) -> None:
         """Drop the references to the memory."""
         self._leave_memory()
-        self.flat = torch.empty(0, dtype=self.flat.dtype, device="cpu")
+        self.flat, self._memory = self._nothing, None
         self.storage_key = int(self.flat.untyped_storage()._cdata)
-        self._memory = None
         self._views = []
 
     def _leave_memory(self) -> None:
