@@ -124,7 +124,8 @@ def test_a_switch_takes_what_deepspeed_takes_for_a_bool(value, means):
     ],
 )
 def test_a_section_that_deepspeed_has_removed_is_refused_with_what_replaces_it(section, instead):
-    with pytest.raises(ConfigError, match=rf"{section}.*: not supported .*removed it, too; instead: .*{instead}"):
+    says = rf"{section}.*: not supported .*removed it, too; instead: .*{instead}"
+    with pytest.raises(ConfigError, match=says):
         Config.from_deepspeed({section: {"enabled": True}})
 
 
