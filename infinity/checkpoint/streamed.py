@@ -50,6 +50,7 @@ def stream_weights(
             if send is not None:
                 sent_nbytes += values.nbytes
                 send(name, values)
+            del values  # the next one takes its place in memory
     except BaseException as error:
         if isinstance(to, dist.ProcessGroup):
             _broadcast_header(to, dist.get_rank(), f"{type(error).__name__}: {error}")
@@ -78,6 +79,7 @@ def receive_weights(group: dist.ProcessGroup, source: int = 0) -> Iterator[Named
         values = torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(values, source, group)
         yield name, values
+        del values
 
 
 def _weights(model: nn.Module, field: str) -> Iterator[Named]:
@@ -96,6 +98,7 @@ def _weights(model: nn.Module, field: str) -> Iterator[Named]:
         place = stacks.places.get(name)
         if place is None:
             yield name, values
+            del values
             continue
         whole, missing = filling.pop(place.stack, (None, math.prod(place.shape)))
         if whole is None:
@@ -106,6 +109,7 @@ def _weights(model: nn.Module, field: str) -> Iterator[Named]:
             filling[place.stack] = whole, missing
         else:
             yield place.stack, whole
+            del whole
     for name, tensor in inventory.plain.items():
         yield name, tensor.detach().to("cpu", copy=True)
 

@@ -328,7 +328,8 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...], str]] = {
 _LOG = (
     "tensorboard, wandb and csv_monitor are written; or log engine.get_lr() and the loss where you want them"
 )
-_GONE = "DeepSpeed has removed it too; leave it out"
+_GONE = "DeepSpeed has removed it, too; instead: "
+_PACKS = '"infinity": {"frozen_dtype": "nf4"}, or "int8", packs a frozen base, beneath adapters that train'
 OBSERVING = {
     "comet": _LOG,
     "monitor_config": _LOG,
@@ -346,13 +347,13 @@ REFUSED = {
     "compile": "torch.compile cannot follow fetching and releasing; leave it out",
     SAMPLING + "dynamic_batching": "choose batches in the data loader",
     _ZERO + "zenflow": "updates overlap with computing, and are exact; leave it out",
-    "compression_training": _GONE,
-    "nebula": _GONE,
+    "compression_training": _GONE + _PACKS,
+    "nebula": _GONE + "a durable run commits each step as it is written: docs/durable.md",
     "amp": '"bf16": {"enabled": true}',
-    "quantize_training": _GONE,
-    "eigenvalue": _GONE,
-    "elasticity": _GONE,
-    "progressive_layer_drop": _GONE,
+    "quantize_training": _GONE + _PACKS,
+    "eigenvalue": "of quantize_training, and gone with it; leave it out",
+    "elasticity": _GONE + "torchrun restarts ranks, and a checkpoint loads on any number of them",
+    "progressive_layer_drop": _GONE + "data_efficiency.data_routing.random_ltd leaves tokens of layers out",
 }
 """Unsupported sections."""
 

@@ -111,7 +111,8 @@ _CURES = {
         domino set_autotp_mode tp_model_init
     """,
     "transformers' experts work as they are": "moe",
-    '"optimizer" in the configuration, or infinity.AdamW, Adam, SGD, Adagrad, Lion, Muon': "ops",
+    '"optimizer" in the configuration, or infinity.AdamW, Adam, SGD, Adagrad, Lion, Muon; '
+    "infinity.SparseAttention, and torch's attention": "ops",
     "what scripts need of it is in infinity.deepspeed and infinity.deepspeed.zero": "runtime",
     '"optimizer" in the configuration': "set_optimizer_flags",
     "infinity.stats(model) shows where parameters are": "zero.ZeroParamStatus zero.ZeroParamType",

@@ -112,7 +112,7 @@ class OffloadedOptimizer(NotingMissed, TakingTurns, Tracking, Optimizer):  # typ
             raise ValueError(f"max_norm={max_norm}: expected a number above 0, or None")
         if max_norm is not None and update == "backward":
             raise ValueError('max_norm needs the norm of all gradients before an update: update="forward"')
-        if speculate not in (True, False, "auto"):
+        if not isinstance(speculate, bool) and speculate != "auto":  # 1 would be neither
             raise ValueError(f'speculate={speculate!r}: expected True, False or "auto"')
         if speculate is True and update != "forward":
             raise ValueError(f'speculate=True: with update="{update}" nothing is foreseen: update="forward"')

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.errors import UnsupportedError
+from infinity.errors import UnsupportedError, meant
 from infinity.optim.base import OffloadedOptimizer, Speculate, When
 from infinity.optim.delayed import DELAYED_AFTER
 from infinity.optim.ownership import engine_for
@@ -219,8 +219,13 @@ def muon_groups(
 
         optimizer = infinity.Muon(infinity.muon_groups(model, {"lr": 3e-4}, lr=0.02))
 
-    Raises: ValueError where the model has no trained parameter.
+    Raises: ValueError where the model has no trained parameter; TypeError for an option that the group
+    does not have.
     """
+    for kind, options, known in (("Muon", muon, MUONS), ("AdamW", adamw or {}, tuple(_ADAMW))):
+        for name in options:
+            if name not in known:
+                raise TypeError(f"{kind} has no option {name!r}{meant(name, known)}")
     groups = split_groups(model, list(model.parameters()), muon, adamw or {})
     if not groups:
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient")

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 
+from infinity import Config, ConfigError
 from infinity.config.deepspeed_keys import KEYS, Verdict, alike, asks, find, is_section
 from infinity.config.deepspeed_values import TYPES, switched
 from places import SUPPORT
@@ -110,6 +111,22 @@ def test_a_section_asks_for_something_or_not(section, value, expected):
 )
 def test_a_switch_takes_what_deepspeed_takes_for_a_bool(value, means):
     assert switched(value) is means
+
+
+@pytest.mark.parametrize(
+    ("section", "instead"),
+    [
+        ("compression_training", "frozen_dtype"),
+        ("quantize_training", "frozen_dtype"),
+        ("progressive_layer_drop", "data_efficiency.data_routing.random_ltd"),
+        ("elasticity", "torchrun restarts ranks"),
+        ("nebula", "durable"),
+    ],
+)
+def test_a_section_that_deepspeed_has_removed_is_refused_with_what_replaces_it(section, instead):
+    says = rf"{section}.*: not supported .*removed it, too; instead: .*{instead}"
+    with pytest.raises(ConfigError, match=says):
+        Config.from_deepspeed({section: {"enabled": True}})
 
 
 class Asked(dict):

@@ -545,3 +545,6 @@ def test_what_cannot_speculate_says_why(folder):
         model = nn.Linear(4, 4)
     with pytest.raises(ValueError, match="nothing is foreseen"):
         AdamW(model.parameters(), update="backward", speculate=True)
+    for value in (1, "yes"):
+        with pytest.raises(ValueError, match='expected True, False or "auto"'):
+            AdamW(model.parameters(), speculate=value)

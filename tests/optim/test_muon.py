@@ -376,6 +376,12 @@ def test_groups_leave_tied_output_layers_and_marked_parameters_out(folder):
     muon, adamw = infinity.muon_groups(model, {"lr": 1e-3}, lr=1e-2, ns_steps=4)
     assert {tuple(one.shape) for one in muon["params"]} == {(32, 96), (32, 32), (32, 128), (128, 32)}
     assert (muon["lr"], muon["ns_steps"], adamw["lr"], adamw["use_muon"]) == (1e-2, 4, 1e-3, False)
+    for options, says in (
+        ({"adamw": {"momentum": 0.9}}, "AdamW has no option 'momentum'"),
+        ({"lrr": 0.1}, "Muon has no option 'lrr'; did you mean 'lr'"),
+    ):
+        with pytest.raises(TypeError, match=says):
+            infinity.muon_groups(model, **options)
     muon["params"][0].use_muon = False
     assert len(infinity.muon_groups(model)[0]["params"]) == len(muon["params"]) - 1
 
@@ -411,9 +417,10 @@ def test_a_step_moves_18_bytes_a_parameter(folder, update):
         optimizer.step()
         optimizer.zero_grad()
 
+    engine = engine_of_model(model)
+    engine.pins = None  # host memory would keep some
     for _ in range(3):
         step()
-    engine = engine_of_model(model)
     engine.lane.drain()
     before = infinity.stats(model)
     for _ in range(2):
@@ -422,7 +429,7 @@ def test_a_step_moves_18_bytes_a_parameter(folder, update):
     done = infinity.stats(model).since(before)
     numel = sum(one.numel() for one in model.parameters())
     moved = (done.nvme_read_nbytes + done.nvme_written_nbytes) / numel / 2
-    assert 4 < moved <= 18.5
+    assert 17 < moved <= 18.5
     assert all("v" not in unit.record for unit in engine.units)
 
 

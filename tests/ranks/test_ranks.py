@@ -167,6 +167,18 @@ def test_ranks_train_bit_for_bit_as_plain_data_parallelism(answers, ranks, case)
         assert any(one["spilled"] > 0 for one in given)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [of(ranks, one) for ranks in CASES for one in EXACT if "muon" in one and one in CASES[ranks]],
+)
+def test_each_matrix_of_muons_has_one_owner_which_sends_its_direction_to_the_others(answers, ranks, case):
+    given = answers(ranks, case)
+    assert sum(one["orthogonalized"] for one in given) == given[0]["matrices"]
+    assert all(one["orthogonalized"] > 0 for one in given), "owners take turns"
+    assert {one["exchanged"] for one in given} == {4 * given[0]["elements"]}
+    assert [one["momenta"] for one in given] == [given[0]["weights"]] * ranks
+
+
 @pytest.mark.parametrize(("ranks", "case"), [of(2, "activation memory"), of(2, "nvme activation memory")])
 def test_ranks_decide_alike_what_blocks_keep_though_their_batches_differ(answers, ranks, case):
     given = answers(ranks, case)

@@ -1,21 +1,26 @@
 """Muon on several ranks, each of which has a part of a matrix: cases of ranks_run."""
 
+import contextlib
 import functools
+import math
 import os
 
 import torch.distributed as dist
 
 import infinity
 import models
+from infinity.lane.matrices import WholeMatrices
 from plain_muon import ADAMW, MUON, PlainMuon
 from ranks_reference import build_reference, same
+
+STEPS = 3
 
 
 def train(model, optimizer, micro):
     """Train on this rank's batches; return the losses and weights."""
     first = 1000 * dist.get_rank()
     losses = models.train(
-        model, optimizer, 3, micro, ids_of=lambda step, micro: models.batch(first + 10 * step + micro)
+        model, optimizer, STEPS, micro, ids_of=lambda step, micro: models.batch(first + 10 * step + micro)
     )
     return {"losses": losses, **model.state_dict()}
 
@@ -27,6 +32,22 @@ def in_memory(name, dtype, muons, clip, micro):
     return train(model, PlainMuon(model, muons, clip=clip), micro)
 
 
+@contextlib.contextmanager
+def orthogonalized():
+    """Note how many matrices this rank orthogonalizes at a time."""
+    real, found = WholeMatrices.orthogonalize, []
+
+    def noted(matrices, index, stack):
+        found.append(math.prod(stack.shape[:-2]))
+        real(matrices, index, stack)
+
+    WholeMatrices.orthogonalize = noted
+    try:
+        yield found
+    finally:
+        WholeMatrices.orthogonalize = real
+
+
 def compare_muon(name, *, micro=1, update="forward", clip=None, dtype="bf16", **init):
     """Train by Muon, plainly and on the ranks; return what differs, as ranks_reference.compare does."""
     ours = models.build(name, **{"host_memory": "64MiB", "dtype": dtype, **init})
@@ -35,15 +56,20 @@ def compare_muon(name, *, micro=1, update="forward", clip=None, dtype="bf16", **
     muons = {id(one) for one in groups[0]["params"]}
     names = {key for key, pieces in models.named_wholes(ours) if id(pieces[0]) in muons}
     expected = in_memory(name, dtype, frozenset(names), clip, micro)
-    actual = train(ours, optimizer, micro)
+    with orthogonalized() as here:
+        actual = train(ours, optimizer, micro)
     numbers = [one["momentum_buffer"] for one in optimizer.state_dict()["state"].values() if len(one) == 2]
-    stats = infinity.stats(ours)
+    stats, matrices = infinity.stats(ours), groups[0]["params"]
     return {
         "different": [key for key, one in expected.items() if not same(one, actual[key])],
         "momenta": len(numbers),
+        "weights": len(matrices),
         "losses": actual["losses"],
         "nvme": stats.nvme_written_nbytes,
-        "orthogonalized": stats.exchanged_nbytes.get("orthogonalize", 0),
+        "orthogonalized": sum(here),
+        "matrices": STEPS * sum(math.prod(one.shape[:-2]) for one in matrices),
+        "exchanged": stats.exchanged_nbytes.get("orthogonalize", 0),
+        "elements": STEPS * sum(one.numel() for one in matrices),
     }
 
 
