@@ -536,7 +536,7 @@ class Engine:
         """The optimizer has decided a step. Raises: RanksError where ranks beside have used other modules."""
         if self.stages.mesh.several:
             compare_uses(self.stages.mesh.ranks, self.residency.cursor.trace, lambda n: self.units[n].name)
-        pending = any(optimizer.update != "backward" for optimizer in self.optimizers)
+        pending = any(one.update != "backward" for one in self.optimizers) and not self.speculation.made_all
         if self.residency.close_step(updates_at_fetch=pending):
             self.hooks.begin_step()
             if self.pins is not None:

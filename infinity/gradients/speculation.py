@@ -187,6 +187,8 @@ class Speculation:
         self._of: dict[Unit, _Speculated] = {}
         self._ends = False
         """Whether all that updates are written to is to be freed, once they are confirmed or dropped."""
+        self._made_any = False
+        """Whether the last step has confirmed any."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -202,6 +204,13 @@ class Speculation:
         with self._lane.lock:
             spare = sum(extent.nbytes for extents in self._spare.values() for extent in extents.values())
             return spare + sum(one.ahead.nbytes for one in self._of.values())
+
+    @property
+    def made_all(self) -> bool:
+        """Whether the updates of the step that was decided last were all made ahead: no fetch has any to
+        apply, as with update="backward", and what is used where it lies needs none.
+        """
+        return self._made_any and not any(unit.pending for unit in self._residency.units)
 
     def check_possible(self, kind: str) -> None:
         """See that some can be made, for an optimizer that was told to.
@@ -416,6 +425,7 @@ class Speculation:
                 self._drop(unit)
                 dropped += 1
         self.confirmed += confirmed
+        self._made_any = confirmed > 0
         if self._ends:
             self._ends = False
             self._free_spare()

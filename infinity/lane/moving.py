@@ -22,17 +22,24 @@ class MoveHiPass(Pass):
         super().__init__(moves.record)
         self._moves, self._tile_numel = moves, tile_numel
 
+    @property
+    def lets_others_by(self) -> bool:
+        """See QueuedPass: whoever uses the unit queues a pass behind this one."""
+        return True
+
     def touched(self) -> Iterable[str]:
         """`hi`, and what is on NVMe."""
         return ("hi", _PLACE)
 
     def tiles(self) -> Iterator[tuple[int, int]]:
-        """Every tile, or none where the update was not decided after all."""
+        """All tiles, as many at once as a slot has room for; none where the update was not decided."""
         if not self._moves.counts:
             return iter(())
-        if self.record.volatile(_PLACE):
-            raise AssertionError(f"{self.record.name}: hi was not moved before its record was")
-        return tiles(self.record.shard.numel, self._tile_numel)
+        record = self.record
+        if record.volatile(_PLACE):
+            raise AssertionError(f"{record.name}: hi was not moved before its record was")
+        width = record.schema.width * (1 if record.in_host("hi") else 2)
+        return tiles(record.shard.numel, self._tile_numel * max(1, record.schema.slot_nbytes // width))
 
     def reads_and_writes(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str]]:
         """`hi`, and its moves."""
@@ -51,7 +58,7 @@ class MoveHiPass(Pass):
     ) -> Transfer:
         """See Pass."""
         if name == _PLACE:
-            return self._moves.read(start, address, owner, urgent=self.urgent, more=more)
+            return self._moves.read(start, stop, address, owner, urgent=self.urgent, more=more)
         return super().read(name, start, stop, address, owner, more=more, window=window)
 
     def checksums_of(
@@ -62,5 +69,5 @@ class MoveHiPass(Pass):
         return super().checksums_of(start, stop, addresses, reads, writes)
 
     def process(self, start: int, stop: int, addresses: dict[str, int]) -> None:
-        """Move a tile."""
+        """Move its tiles."""
         self._moves.move(start, stop, addresses[_PLACE], addresses["hi"])

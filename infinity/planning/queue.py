@@ -193,6 +193,11 @@ class QueuedPass(Job, ABC, Generic[_RecordT]):
         return False
 
     @property
+    def lets_others_by(self) -> bool:
+        """Whether it begins when no other pass can, unless one over its record waits behind it."""
+        return False
+
+    @property
     def deferrable(self) -> bool:
         """Whether it is needed the later, the older it is: see `is_sooner_than`."""
         return False
@@ -255,6 +260,8 @@ class Queue(Generic[_PassT]):
     """Passes waiting for slots, in order, and the unfinished passes of each record, oldest first."""
 
     waiting: deque[_PassT] = field(default_factory=deque)
+    later: deque[_PassT] = field(default_factory=deque)
+    """Passes that wait as well, and let all of `waiting` by."""
     of_record: dict[Hashable, deque[_PassT]] = field(default_factory=dict)
     here: list[_PassT] = field(default_factory=list)
     """Passes that the thread that submitted them runs itself."""
@@ -264,9 +271,14 @@ class Queue(Generic[_PassT]):
     def add(self, job: _PassT, *, urgent: bool = False) -> None:
         """Queue a pass behind the others; an urgent one, and older ones over its record, in front."""
         job.set_urgent(urgent=urgent)
-        self.of_record.setdefault(job.record, deque()).append(job)
+        older = self.of_record.setdefault(job.record, deque())
+        for one in older if self.later else ():
+            if one in self.later:
+                self.waiting.append(one)  # first: a Ctrl-C may come
+                self.later.remove(one)
+        older.append(job)
         self.fetches += not job.computes
-        self.waiting.append(job)
+        (self.later if job.lets_others_by else self.waiting).append(job)
         if urgent:
             self.promote(job.record)
 
@@ -282,10 +294,10 @@ class Queue(Generic[_PassT]):
         jobs = self.of_record.get(record, ())
         for job in jobs:
             job.set_urgent(urgent=True)
-        first = [job for job in jobs if job in self.waiting]
+        first = [job for job in jobs if job in self.waiting or job in self.later]
         for job in first:
             job.progress.asked()
-            self.waiting.remove(job)
+            self._remove(job)
         self.waiting.extendleft(reversed(first))
 
     def unfinished(self, record: Hashable) -> list[_PassT]:
@@ -301,7 +313,8 @@ class Queue(Generic[_PassT]):
     def admissible(self, *, passing: bool = False, computing: bool = True) -> _PassT | None:
         """Return the first waiting pass, unless an older pass over its record is unfinished. Those that are
         paused, and those behind them over the same record, are passed over: a slot that one of them held
-        might be what the ranks that it waits for need.
+        might be what the ranks that it waits for need. Where there is none, return the first that may begin
+        of those that let others by.
 
         passing: so are those whose records are busy; without it, those alone that stand aside. computing:
         else so are those that compute.
@@ -315,7 +328,10 @@ class Queue(Generic[_PassT]):
             if jobs[0] is job or (job.moves_nothing and self._is_next(job)):
                 return job
             if not (passing or job.stands_aside):
-                return None
+                break
+        for job in self.later:
+            if self.of_record[job.record][0] is job and (computing or not job.computes):
+                return job
         return None
 
     def _is_next(self, job: _PassT) -> bool:
@@ -348,7 +364,7 @@ class Queue(Generic[_PassT]):
 
     def forget(self, job: _PassT) -> None:
         """Undo `add`, however far it came."""
-        if job in self.waiting:
+        if job in self.waiting or job in self.later:
             self._waits_no_more(job)
         if job in self.of_record.get(job.record, ()):
             self.retire(job)
@@ -356,5 +372,12 @@ class Queue(Generic[_PassT]):
             del self.of_record[job.record]
 
     def _waits_no_more(self, job: _PassT) -> None:
-        self.waiting.remove(job)
+        self._remove(job)
         self.fetches -= not job.computes
+
+    def _remove(self, job: _PassT) -> None:
+        """Take a pass from where it waits: from both, where a Ctrl-C has kept it from moving."""
+        if job in self.waiting:
+            self.waiting.remove(job)
+        if job in self.later:
+            self.later.remove(job)

@@ -6,14 +6,20 @@ in host memory keeps its values. The new ones are written to NVMe, as how far ea
 a byte where two would be, as an update moves few weights by more than 127 of their steps. Those that it does
 follow, whole. When step() decides the update, a pass reads that, and moves `hi` where it lies. A tile of
 which too many have moved far is written as it is.
+
+All units' are decided at once, when the next step begins, whose first fetches are not to wait for them. So
+these passes let all others by, until one over their record is queued: the unit is about to be used. Each
+takes as many tiles at once as a slot has room for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from infinity import kernels
 from infinity.records.record import Record
 from infinity.sizes import BLOCK, round_up
-from infinity.storage.store import Extent, Transfer
+from infinity.storage.store import AllOf, Extent, Transfer
 
 
 class HiMoves:
@@ -67,23 +73,43 @@ class HiMoves:
         stop = start + self._sizes[start][0]
         return self.record.write_at(self._extent, "hi", start, stop, address, owner, more=more)
 
-    def read(self, start: int, address: int, owner: object, *, urgent: bool, more: bool) -> Transfer:
-        """Begin to read the moves of a tile to `address`; see Record.read."""
-        stop, at = start + self._sizes[start][0], self._extent
-        return self.record.read("hi", start, stop, address, owner, urgent=urgent, more=more, extent=at)
+    def _tiles(self, start: int, stop: int, address: int) -> Iterator[tuple[int, int, int]]:
+        """Return the first element of each tile, that behind it, and the tile's place in all of them at
+        `address`, in which its moves have room.
+        """
+        for first in range(start, stop, self.record.tile_numel):
+            last = min(first + self.record.tile_numel, stop)
+            yield first, last, address + self.record.tile_nbytes("hi", first - start)
+
+    def read(
+        self, start: int, stop: int, address: int, owner: object, *, urgent: bool, more: bool
+    ) -> Transfer:
+        """Begin to read the moves of tiles to their places at `address`; see Record.read."""
+        begun: list[Transfer] = []
+        try:
+            for first, last, at in self._tiles(start, stop, address):
+                where = "hi", first, first + self._sizes[first][0], at, owner
+                follows, extent = more or last < stop, self._extent
+                begun.append(self.record.read(*where, urgent=urgent, more=follows, extent=extent))
+        except Exception:
+            AllOf.settle(begun)
+            raise
+        return begun[0] if len(begun) == 1 else AllOf(begun)
 
     def move(self, start: int, stop: int, moves: int, hi: int) -> None:
-        """Move a tile of `hi` by what was read.
+        """Move tiles of `hi` by what was read.
 
         Raises: CorruptionError where that is not what was written.
         """
-        taken, as_it_is = self._sizes[start]
-        found = self.record.checksums_kept_in(start, start + taken, {"hi": moves}, ("hi",), {}, self._compare)
-        found.compare()
-        if as_it_is:
-            kernels.copy(self.record.schema.width * (stop - start), hi, moves)
-        else:
-            kernels.move(stop - start, moves, hi)
+        record = self.record
+        for first, last, at in self._tiles(start, stop, moves):
+            taken, as_it_is = self._sizes[first]
+            record.checksums_kept_in(first, first + taken, {"hi": at}, ("hi",), {}, self._compare).compare()
+            to = hi + record.tile_nbytes("hi", first - start)
+            if as_it_is:
+                kernels.copy(record.schema.width * (last - first), to, at)
+            else:
+                kernels.move(last - first, at, to)
 
     def _compare(self, name: str, tile: int, nbytes: int, found: int) -> None:
         self.record.compare(name, tile, nbytes, found, (self._extent, self._hashes))

@@ -146,6 +146,27 @@ def test_hi_stays_in_its_place_in_host_memory_and_is_moved_there(folder):
     both.check()
 
 
+
+def test_units_that_are_used_where_they_lie_need_no_room_where_no_update_is_left_to_their_fetches(folder):
+    both = Both(folder, memory=HI_PINNED, max_norm=0.1)
+    engine = engine_in(both.model)
+
+    def fetched_in_place():
+        plan = engine.residency.cursor.plan
+        fetched = {*plan.opening, *(unit for step in plan.steps for unit in step.fetch)}
+        return [one.index for one in engine.units if one.in_place and one.index in fetched]
+
+    for number in range(4):
+        both.step(number)
+    assert any(one.in_place for one in engine.units)
+    assert fetched_in_place() == []
+    both.step(4, 100.0)
+    assert fetched_in_place(), "what was decided comes with the fetch"
+    for number in range(5, 7):
+        both.step(number)
+    assert fetched_in_place() == []
+    both.check()
+
 @pytest.mark.slow
 def test_records_of_which_more_is_placed_in_host_memory_are_updated_as_ever(folder):
     both = Both(folder, memory="8MiB", max_norm=NEVER)

@@ -98,6 +98,25 @@ def test_moves_that_do_not_count_move_nothing_and_others_than_were_written_are_a
         ours.run(MoveHiPass(fields.moves, TILE))
 
 
+def test_where_a_read_of_moves_is_refused_those_that_have_begun_are_over(lane, monkeypatch):
+    ours, _ = with_hi_in_host(lane)
+    fields, numel = ours.begin(), ours.record.shard.numel
+    ours.make(fields)
+    read, begun = ours.disk.read, []
+
+    def refuses_the_third(request):
+        if len(begun) == 2:
+            raise OSError("refused")
+        begun.append(read(request))
+        return begun[-1]
+
+    monkeypatch.setattr(ours.disk, "read", refuses_the_third)
+    room = torch.empty(numel, dtype=torch.int16)
+    with pytest.raises(OSError, match="refused"):
+        fields.moves.read(0, numel, room.data_ptr(), room, urgent=False, more=False)
+    assert [one.waited_for for one in begun] == [True, True]
+
+
 def test_values_that_are_written_meanwhile_spoil_it_and_gradients_do_not(lane):
     ours = Setup(lane)
     ours.update()

@@ -109,6 +109,42 @@ def test_where_fetches_do_not_wait_for_updates_those_of_busy_records_and_updates
     assert queue.admissible(passing=True, computing=False) is last
 
 
+class Late(Walk):
+    lets_others_by = True
+
+
+def test_a_pass_that_lets_others_by_begins_where_no_other_can():
+    first, busy, late, other = Walk("a"), Walk("a"), Late("b"), Walk("c")
+    queue = queued(late, first, other)
+    assert [begin(queue) for _ in range(4)] == [first, other, late, None]
+    queue = queued(first, busy, late)
+    assert [begin(queue) for _ in range(3)] == [first, late, None]
+
+
+def test_it_lets_none_by_any_more_when_one_over_its_record_waits_behind_it_or_is_called_for():
+    late, later, behind, last = Late("a"), Late("b"), Walk("b"), Walk("c")
+    queue = queued(late, later, behind, last)
+    assert [list(queue.waiting), list(queue.later)] == [[later, behind, last], [late]]
+    queue.promote("a")
+    assert [list(queue.waiting), list(queue.later)] == [[late, later, behind, last], []]
+    assert late.urgent
+    urgent = Walk("a")
+    queue = queued(Late("b"), last, Late("a"), urgent, urgent=[urgent])
+    assert [job.record for job in queue.waiting] == ["a", "a", "c"]
+
+
+def test_a_pass_that_lets_others_by_is_forgotten_as_others_are_and_begins_once_after_a_ctrl_c():
+    late = Late("a")
+    queue = queued(late)
+    queue.forget(late)
+    assert queue == Queue()
+    queue.add(late)
+    queue.waiting.append(late)  # a Ctrl-C came while it was moved
+    assert [begin(queue) for _ in range(2)] == [late, None]
+    queue.retire(late)
+    assert queue == Queue()
+
+
 def test_an_urgent_pass_takes_the_older_ones_over_its_record_along():
     other, older, urgent = Walk("b"), Walk("a"), Walk("a")
     queue = queued(other, older, urgent, urgent=[urgent])
@@ -136,7 +172,7 @@ def test_a_record_without_passes_is_forgotten():
 
 requests = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), st.sampled_from("abc"), st.booleans()),
+        st.tuples(st.just("add"), st.sampled_from("abc"), st.booleans(), st.sampled_from([Walk, Late])),
         st.tuples(st.just("promote"), st.sampled_from("abc")),
         st.tuples(st.just("begin")),
         st.tuples(st.just("retire"), st.integers(0, 2)),
@@ -151,8 +187,8 @@ class Busy:
     def __init__(self):
         self.queue, self.added, self.running, self.begun = Queue(), [], [], []
 
-    def add(self, record, urgent):
-        self.added.append(Walk(record))
+    def add(self, record, urgent, kind):
+        self.added.append(kind(record))
         self.queue.add(self.added[-1], urgent=urgent)
 
     def promote(self, record):
@@ -173,7 +209,7 @@ class Busy:
             self.queue.retire(self.running.pop(number % len(self.running)))
 
     def drain(self):
-        while self.queue.waiting or self.running:
+        while self.queue.waiting or self.queue.later or self.running:
             if self.begin() is None:
                 assert self.running, "passes wait for nobody"
                 self.retire(0)
