@@ -191,10 +191,7 @@ class Arrivals:
             grad = parameter.grad
         if grad is None:
             return
-        for call in self._told:
-            call(parameter)
-        if unit.slice_numbers and (number := unit.slice_numbers[index]) >= 0:
-            self.slices.gradient_came(number)
+        self._note(parameter, unit, index)
         updater = self.updater(unit)
         if updater is not None and self._durable is not None:
             self._durable.before_change()
@@ -226,6 +223,12 @@ class Arrivals:
             else:
                 self._use_gradients(unit, updater)
         self._hooks.end_unit(unit)
+
+    def _note(self, parameter: nn.Parameter, unit: Unit, index: int) -> None:
+        for call in self._told:
+            call(parameter)
+        if unit.slice_numbers and (number := unit.slice_numbers[index]) >= 0:
+            self.slices.gradient_came(number)
 
     def _speculates(self, unit: Unit) -> bool:
         """Begin to make a complete unit's updates before they are decided, and end the unit's use; False, and

@@ -26,8 +26,8 @@ def open_nvme_tier(
     """Open the NVMe tier of a configuration: (its commits, its store), None for each that it does not have,
     and the budget.
 
-    divide: makes the budget, in tiles of `tile_numel` elements. Those of a run that goes on are of the size that
-    they had, whatever another budget would make of them.
+    divide: makes the budget, in tiles of `tile_numel` elements. Those of a run that goes on are of the size
+    that they had, whatever another budget would make of them.
 
     Raises: ConfigError, HostMemoryError, CheckpointError, RanksError, or an OSError naming the path.
     """

@@ -47,7 +47,7 @@ from infinity.gradients.early import EarlyUpdates
 from infinity.gradients.speculation import Speculation, why_never
 from infinity.gradients.store import GradientStore
 from infinity.lane.outgoing import OutgoingShare
-from infinity.planning.budget import Budget, divide, divide_device, least_total
+from infinity.planning.budget import divide, divide_device, least_total
 from infinity.planning.layout import Holders, RecordSchema, lay_out, schema_beside
 from infinity.ranks.group import Ranks
 from infinity.ranks.machine_memory import share_of

@@ -141,7 +141,7 @@ def divide(
 
 
 def _tile_numel(total_nbytes: int, schema: RecordSchema) -> int:
-    """Return the elements of the largest tiles of which slots that keep a disk busy take a quarter at most."""
+    """Return the elements of the largest tiles of which as many as keep a disk busy take a quarter."""
     numel = _SLOT_NUMEL_MOST
     while numel > schema.align_numel and numel * schema.slot_nbytes * _SLOT_COUNT_GOOD > total_nbytes // 4:
         numel //= 2

@@ -146,7 +146,6 @@ def test_hi_stays_in_its_place_in_host_memory_and_is_moved_there(folder):
     both.check()
 
 
-
 def test_units_that_are_used_where_they_lie_need_no_room_where_no_update_is_left_to_their_fetches(folder):
     both = Both(folder, memory=HI_PINNED, max_norm=0.1)
     engine = engine_in(both.model)
@@ -166,6 +165,7 @@ def test_units_that_are_used_where_they_lie_need_no_room_where_no_update_is_left
         both.step(number)
     assert fetched_in_place() == []
     both.check()
+
 
 @pytest.mark.slow
 def test_records_of_which_more_is_placed_in_host_memory_are_updated_as_ever(folder):
