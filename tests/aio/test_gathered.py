@@ -5,7 +5,6 @@ Trusts the kernel, and that Python can run a function at every line. Nothing is 
 
 import gc
 import os
-import signal
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ import weakref
 import pytest
 
 from aio_cases import PIECE, open_or_skip, random_memory
+from children import ended
 from infinity import aio
 from infinity.aio import batch as of_batch
 from infinity.aio import faults
@@ -314,25 +314,17 @@ def test_a_child_forked_in_between_neither_hangs_nor_begins_what_its_parent_gath
     memory = random_memory(2 * PIECE)
     before = engine.statistics().requests
     begun = begin(engine, file, memory, 2, last=False)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        code = 1
-        try:
-            if not any(one.done for one in begun):
-                refused = 0
-                for attempt in (
-                    begun[0].wait,
-                    lambda: engine.read(file, 0, memory.address, PIECE, more=True),
-                ):
-                    try:
-                        attempt()
-                    except aio.ForkedError:
-                        refused += 1
-                code = 0 if refused == 2 else 2
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def asks(say):
+        say(done=[one.done for one in begun])
+        for attempt in (begun[0].wait, lambda: engine.read(file, 0, memory.address, PIECE, more=True)):
+            with pytest.raises(aio.ForkedError):
+                attempt()
+        say(refused=True)
+
+    said = ended(asks)
+    assert said["done"] == [False, False]
+    assert said["refused"]
     assert engine.statistics().requests == before + 2
     for one in begun:
         one.wait()
