@@ -23,6 +23,20 @@ _REPEATS = 5
 _HALF = 0x3F00
 """0.5 in bf16: with zeros, numbers would become subnormal, and these take longer."""
 
+BESIDE = {
+    "computing": 0.28,
+    "working": 0.8,
+    "request_s": 25e-6,
+    "asking": 0.7,
+    "computing_asked": 0.2,
+    "use_s": 500e-6,
+}
+"""How computing and the lane slow each other down where they share the cores, and what Python takes: see
+simulator.Rates. To measure it takes a model that computes; these are what `infinity bench step` has measured
+beside its runs on two machines with two cores (bench/results): computing 0.20 to 0.48, working 0.66 to 0.92,
+16 to 38 us a request, 0.3 to 0.7 ms a use.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Cores:

@@ -491,7 +491,7 @@ def _rates(options: argparse.Namespace, disk: Disk | None) -> Rates | None:
     link = options.link * 1e9 if options.link else kernels.link
     rates = replace(kernels, disk=shared, moving=disk.beside, link=link)
     if on_host:
-        return rates
+        return replace(rates, **cores.BESIDE) if rates.shared else rates
     gpu_link = options.gpu_link * 1e9 if options.gpu_link else kernels.copied
     update = GPUS[options.gpu].update if options.gpu else rates.device_update
     linked = replace(rates, shared=False, up=gpu_link, down=gpu_link, device_update=update)

@@ -136,7 +136,7 @@ def test_numbers_of_the_json_are_in_si_units(tmp_path):
 
 
 def test_ranks_of_one_machine_share_its_disk_and_wear_it_together(tmp_path):
-    args = ("check", "--model", "25m", "--link", "100", "--ranks", "2", *RATES)
+    args = ("check", "--model", "25m", "--link", "100", "--ranks", "2", *RATES, "--nvme-mixed", "0.5")
     apart, together = (
         rows_of(folder, *args, "--local-ranks", local, "--host-memory", f"{8 * local}MiB")[0]["facts"]
         for local in (1, 2)
