@@ -23,7 +23,7 @@ _REPEATS = 5
 _HALF = 0x3F00
 """0.5 in bf16: with zeros, numbers would become subnormal, and these take longer."""
 
-BESIDE = {
+BESIDE: dict[str, Any] = {
     "computing": 0.28,
     "working": 0.8,
     "request_s": 25e-6,
