@@ -23,7 +23,7 @@ class MoveHiPass(Pass):
         self._moves, self._tile_numel = moves, tile_numel
 
     @property
-    def lets_others_by(self) -> bool:
+    def goes_last(self) -> bool:
         """See QueuedPass: whoever uses the unit queues a pass behind this one."""
         return True
 

@@ -193,7 +193,7 @@ class QueuedPass(Job, ABC, Generic[_RecordT]):
         return False
 
     @property
-    def lets_others_by(self) -> bool:
+    def goes_last(self) -> bool:
         """Whether it begins when no other pass can, unless one over its record waits behind it."""
         return False
 
@@ -261,7 +261,7 @@ class Queue(Generic[_PassT]):
 
     waiting: deque[_PassT] = field(default_factory=deque)
     later: deque[_PassT] = field(default_factory=deque)
-    """Passes that wait as well, and let all of `waiting` by."""
+    """Passes that go last: they let all of `waiting` by."""
     of_record: dict[Hashable, deque[_PassT]] = field(default_factory=dict)
     here: list[_PassT] = field(default_factory=list)
     """Passes that the thread that submitted them runs itself."""
@@ -278,7 +278,7 @@ class Queue(Generic[_PassT]):
                 self.later.remove(one)
         older.append(job)
         self.fetches += not job.computes
-        (self.later if job.lets_others_by else self.waiting).append(job)
+        (self.later if job.goes_last else self.waiting).append(job)
         if urgent:
             self.promote(job.record)
 
@@ -314,7 +314,7 @@ class Queue(Generic[_PassT]):
         """Return the first waiting pass, unless an older pass over its record is unfinished. Those that are
         paused, and those behind them over the same record, are passed over: a slot that one of them held
         might be what the ranks that it waits for need. Where there is none, return the first that may begin
-        of those that let others by.
+        of those that go last.
 
         passing: so are those whose records are busy; without it, those alone that stand aside. computing:
         else so are those that compute.

@@ -110,10 +110,10 @@ def test_where_fetches_do_not_wait_for_updates_those_of_busy_records_and_updates
 
 
 class Late(Walk):
-    lets_others_by = True
+    goes_last = True
 
 
-def test_a_pass_that_lets_others_by_begins_where_no_other_can():
+def test_a_pass_that_goes_last_begins_where_no_other_can():
     first, busy, late, other = Walk("a"), Walk("a"), Late("b"), Walk("c")
     queue = queued(late, first, other)
     assert [begin(queue) for _ in range(4)] == [first, other, late, None]
@@ -133,7 +133,7 @@ def test_it_lets_none_by_any_more_when_one_over_its_record_waits_behind_it_or_is
     assert [job.record for job in queue.waiting] == ["a", "a", "c"]
 
 
-def test_a_pass_that_lets_others_by_is_forgotten_as_others_are_and_begins_once_after_a_ctrl_c():
+def test_a_pass_that_goes_last_is_forgotten_as_others_are_and_begins_once_after_a_ctrl_c():
     late = Late("a")
     queue = queued(late)
     queue.forget(late)
