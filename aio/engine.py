@@ -234,9 +234,8 @@ class IoEngine:
     ) -> Completion:
         if self._closed:
             self._check()
-        if (
-            offset | nbytes | address - 1
-        ) < 0 or offset + nbytes >= _END:  # one of them is negative, or too large
+        any_negative = (offset | nbytes | address - 1) < 0
+        if any_negative or offset + nbytes >= _END:
             raise ValueError(f"{what}: {nbytes} B at offset {offset}, address {address:#x}: out of range")
         if file.direct:
             if (offset | address | nbytes) % BLOCK:
