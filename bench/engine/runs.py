@@ -55,8 +55,8 @@ MAX_NORM, NEVER_REACHED = 1.0, 1e9
 UPDATES: dict[str, dict[str, Any]] = {
     "backward": {"update": "backward"},
     "auto": {"update": "auto"},
-    "forward": {"update": "forward"},
-    "clipped": {"update": "forward", "max_norm": MAX_NORM},
+    "forward": {"update": "forward", "speculate": False},
+    "clipped": {"update": "forward", "max_norm": MAX_NORM, "speculate": False},
     "foreseen": {"update": "forward", "max_norm": NEVER_REACHED, "speculate": "auto"},
     "speculative": {"update": "forward", "max_norm": NEVER_REACHED, "speculate": True},
     "exceeding": {"update": "forward", "max_norm": MAX_NORM, "speculate": True},

@@ -239,8 +239,8 @@ class Arrivals:
         optimizer = self._foreseer(unit)
         if optimizer is None or not self._hooks.used_once(unit):
             return False
-        if optimizer.speculation.decides and self.ahead.leaves(unit):
-            self._speculation.leave()
+        if optimizer.speculation.decides and not self.ahead.has(unit):
+            self._speculation.leave(self.ahead.why_not)
             return False
         if not self._speculation.begin(unit, optimizer):
             return False

@@ -346,8 +346,11 @@ def _add_recipe(add: Callable[..., object], add_advanced: Callable[..., object])
     add("--max-norm", type=_norm, metavar="X", help="clip the gradients' norm (none)")
     update = "when updates are applied (auto: in the backward, unless gradients are clipped or accumulated)"
     add_advanced("--update", choices=("auto", "forward", "backward"), default="auto", help=update)
-    ahead = "make updates in the backward, too, where norms rarely exceed --max-norm (takes twice the space)"
-    add_advanced("--speculate", action="store_true", help=ahead)
+    ahead = (
+        "make updates in the backward before norms are known, where they rarely exceed --max-norm (on, where "
+        "the disk has room for twice the space)"
+    )
+    add_advanced("--speculate", action=argparse.BooleanOptionalAction, default=None, help=ahead)
 
 
 def _add_run(add: Callable[..., object], add_advanced: Callable[..., object]) -> None:

@@ -75,7 +75,7 @@ class TrainSettings:
     """Steps in which the learning rate rises."""
     max_norm: float | None = None
     update: Literal["auto", "forward", "backward"] = "auto"
-    speculate: bool = False
+    speculate: bool | None = None
     """Whether updates are made in the backward that the norm may still forbid; see AdamW."""
     seed: int = 0
     out: str | None = None

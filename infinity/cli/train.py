@@ -39,6 +39,7 @@ from infinity.engine.engine import Engine, engine_of_model
 from infinity.engine.init import Init
 from infinity.engine.stats import stats
 from infinity.errors import ConfigError, InfinityError
+from infinity.optim.base import Speculate
 from infinity.optim.optimizers import AdamW
 from infinity.planning.layout import RecordSchema
 from infinity.records.weights import WEIGHTS
@@ -269,8 +270,8 @@ def build(settings: TrainSettings, task: Task, folder: Path) -> tuple[nn.Module,
             model = task.build()
         model.to(settings.device)  # its buffers
         trained = [one for one in model.parameters() if one.requires_grad]
-        ahead: dict[str, Any] = {"speculate": "auto"} if settings.speculate else {}
-        optimizer = AdamW(trained, update=settings.updates_in, **rates, **ahead)
+        ahead: Speculate = False if settings.speculate is False else "auto"
+        optimizer = AdamW(trained, update=settings.updates_in, speculate=ahead, **rates)
     model.train()
     if settings.checkpointing and settings.activation_memory is None:
         recompute_blocks(model)

@@ -46,7 +46,7 @@ def take_by_block(found: MutableMapping[str, Any], more: MutableMapping[str, Any
 
     Raises: ConfigError for a value that is none, and where the file does not count micro-batches.
     """
-    by_block = take_switch(BY_BLOCK, found, more)
+    by_block = take_switch(BY_BLOCK, found, more) or False
     if by_block and found.get("managed_gradient_accumulation") is False:
         raise ConfigError(
             f"{BY_BLOCK} with managed_gradient_accumulation=false: which micro-batch is an update's last is "
@@ -55,13 +55,14 @@ def take_by_block(found: MutableMapping[str, Any], more: MutableMapping[str, Any
     return by_block
 
 
-def take_switch(name: str, found: MutableMapping[str, Any], more: MutableMapping[str, Any]) -> bool:
-    """Take a key of the section "infinity", which is no field of Config, out of what a file and `more` say.
+def take_switch(name: str, found: MutableMapping[str, Any], more: MutableMapping[str, Any]) -> bool | None:
+    """Take a key of the section "infinity", which is no field of Config, out of what a file and `more` say;
+    None where neither says it.
 
     Raises: ConfigError for a value that is none.
     """
-    value = more.pop(name.partition(".")[2], found.pop(name, False))
-    if not isinstance(value, bool):
+    value = more.pop(name.partition(".")[2], found.pop(name, None))
+    if value is not None and not isinstance(value, bool):
         raise ConfigError(f"{name}={value!r}: expected true or false")
     return value
 

@@ -128,8 +128,8 @@ class DeepSpeedSettings(Generic[C]):
     """False: every step() is an update."""
     by_block: bool
     """Whether the micro-batches of an update share one fetch of the weights."""
-    speculate: bool
-    """Whether updates are made ahead where norms rarely exceed gradient_clipping."""
+    speculate: bool | None
+    """Whether updates are made ahead where norms rarely exceed gradient_clipping; None: not said."""
     gathers_on_save: bool
     """Whether save_16bit_model writes."""
     curriculum: LengthSchedule | None

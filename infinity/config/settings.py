@@ -391,10 +391,10 @@ class Config:
                 f"{BY_BLOCK} is for infinity.deepspeed.initialize, whose engine counts micro-batches. Leave "
                 "it out, and give the Trainer infinity.huggingface.TrainerCallback(by_block=True)"
             )
-        if said.speculate:
+        if said.speculate is not None:
             raise ConfigError(
                 f"{SPECULATE} is for infinity.deepspeed.initialize, which makes the optimizer. Leave it "
-                'out, and make infinity.AdamW(..., speculate="auto")'
+                'out: infinity.AdamW(..., speculate="auto" or False)'
             )
         if said.tensor_parallel > 1:
             raise ConfigError(

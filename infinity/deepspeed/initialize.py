@@ -3,7 +3,8 @@
 [Note: when updates happen]
 In the backward, if no step needs the norm of all gradients: gradient_clipping 0, bf16.check_grad_overflow
 false (or fp32), and one backward per step, or one for all its micro-batches (accumulate_by_block). Otherwise
-with the next forward; with "infinity": {"speculate": true} ahead of what step() decides, in the backward. A
+with the next forward, but for those that are made ahead of what step() decides, in the backward, as
+speculate="auto" has it; "infinity": {"speculate": true} has it in the first case, too, and false in none. A
 script sees no difference.
 """
 
@@ -242,7 +243,7 @@ def _when(settings: Settings) -> dict[str, Any]:
     early = one and not settings.gradient_clipping and not settings.check_overflow
     if early and not settings.speculate:
         return {"update": "backward"}
-    return {"update": "forward", **({"speculate": "auto"} if settings.speculate else {})}
+    return {"update": "forward", "speculate": False if settings.speculate is False else "auto"}
 
 
 def _in_place_of(optimizer: Optimizer) -> Any:

@@ -135,9 +135,12 @@ class EarlyUpdates:
         """Whether the backward makes a unit's update."""
         return unit in self._chosen
 
-    def leaves(self, unit: Unit) -> bool:
-        """Whether it was decided that the next forward makes a unit's update."""
-        return self.split is not None and unit not in self._chosen
+    @property
+    def why_not(self) -> str:
+        """Why the next forward makes the update of a unit that the backward does not make."""
+        if self.split is not None:
+            return "the next forward has time for them"
+        return self._never or "no step was timed yet"
 
     @property
     def told(self) -> str:

@@ -14,6 +14,7 @@ Not every unit can have its updates made so: `refused` says how often which coul
 
 from __future__ import annotations
 
+import errno
 import logging
 import weakref
 from collections import Counter
@@ -41,12 +42,18 @@ from infinity.records.record import Record
 from infinity.records.update_rules import Recipe
 from infinity.records.updates import Update
 from infinity.sizes import BLOCK, format_size, round_up
+from infinity.storage.full_disk import room_in
 from infinity.storage.generations import TwinStore
+from infinity.storage.nvme import NvmeStore
 from infinity.storage.store import Extent, HostStore, Store
+from infinity.storage.stripes import StripedStore
 from infinity.units.residency import UnitResidency
 from infinity.units.unit import Unit
 
 logger = logging.getLogger("infinity")
+
+_ROOMS = 2
+"""How many times the bytes of the second generation have to be free, for speculate="auto"."""
 
 
 def why_never(ranks: int, stage: int) -> str:
@@ -187,8 +194,8 @@ class Speculation:
         self._of: dict[Unit, _Speculated] = {}
         self._ends = False
         """Whether all that updates are written to is to be freed, once they are confirmed or dropped."""
-        self._made_any = False
-        """Whether the last step has confirmed any."""
+        self._made_any = self._has_room = False
+        """Whether the last step has confirmed any; whether it is known that the disk has room for all."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -267,6 +274,8 @@ class Speculation:
             return False
         self._drop(unit)
         try:
+            if not optimizer.speculation.is_forced:
+                self._see_room()
             extents = self._extents(unit)
         except StorageFullError as full:
             if optimizer.speculation.is_forced:
@@ -317,9 +326,9 @@ class Speculation:
         """Count a unit whose updates are not made ahead now: see [Note: when speculation pays]."""
         self.refused["the last steps were not as expected"] += 1
 
-    def leave(self) -> None:
+    def leave(self, why: str) -> None:
         """Count a unit whose updates are left to the next forward: see [Note: updates by turns]."""
-        self.refused["the next forward has time for them"] += 1
+        self.refused[why] += 1
 
     def must_have_begun(self, unit: Unit) -> None:
         """The last user of a unit should be gone. If others are left, the pass that waits for them is
@@ -405,13 +414,36 @@ class Speculation:
                 spare[name] = store.allocate(nbytes, f"{unit.name}.{name} (its second generation)")
         return {name: spare[name] for name in unit.record.fields}
 
+    def _see_room(self) -> None:
+        """See, once, that the disk has room for the second generation of all records, and for as much again:
+        nobody has asked for it, and a checkpoint should not find the disk full.
+
+        Raises: aio.StorageFullError with the numbers.
+        """
+        store = self._store
+        if self._has_room or not isinstance(store, NvmeStore | StripedStore):
+            return  # a durable run has it anyway
+        able = [unit for unit in self._residency.units if unit.trainable and self.may(unit)]
+        needed = sum(one.record.field_nbytes(name) for one in able for name in one.record.fields)
+        free = room_in(store.folders)
+        if free < _ROOMS * needed:
+            raise StorageFullError.of_file(errno.ENOSPC, store.folders[0], needed=_ROOMS * needed, free=free)
+        logger.info(
+            "updates are made before step() where that is faster: a second generation of records takes up to "
+            "%s of %s that are free in %s",
+            format_size(needed),
+            format_size(free),
+            ", ".join(store.folders),
+        )
+        self._has_room = True
+
     # In step()
 
     def settle(self, optimizer: Foreseer) -> tuple[int, int]:
         """Confirm or drop what was made ahead for an optimizer, whose step is decided: what is confirmed is
         pending no more. Return how many units' updates were confirmed, and dropped.
         """
-        confirmed = dropped = 0
+        right, dropped = [], 0
         for unit, one in sorted(
             self._of.items(), key=lambda made: made[0].index
         ):  # as the forward needs them
@@ -419,17 +451,18 @@ class Speculation:
             if maker is not optimizer and maker is not None:
                 continue
             if self._is_right(unit, one):
-                self._confirm(unit, one)
-                confirmed += 1
+                self._settle_use(unit)
+                right.append(unit)
             else:
                 self._drop(unit)
                 dropped += 1
-        self.confirmed += confirmed
-        self._made_any = confirmed > 0
+        self._confirm(right)
+        self.confirmed += len(right)
+        self._made_any = bool(right)
         if self._ends:
             self._ends = False
             self._free_spare()
-        return confirmed, dropped
+        return len(right), dropped
 
     def _free_spare(self) -> None:
         """Free all extents that no update is being made in, so that others have the room."""
@@ -457,17 +490,25 @@ class Speculation:
         with self._lane.lock:  # a Ctrl-C may have kept it from the queue
             return one.job.done or one.job in self._lane.unfinished(unit.record)
 
-    def _confirm(self, unit: Unit, one: _Speculated) -> None:
+    def _settle_use(self, unit: Unit) -> None:
+        """See that nothing has the values of a unit from before its update, or waits for its moments."""
         self._unkept.settle(unit)
         residence = unit.residence
         if residence.lent is None and residence.fetch is not None:
-            self._residency.evict(unit)  # its values are those before the update
+            self._residency.evict(unit)
+
+    def _confirm(self, units: list[Unit]) -> None:
+        """Let what was made for these units count. The lock is taken once: else the lane's thread would begin
+        with the first of their moves, and this one wait for it again and again.
+        """
         with self._lane.lock:
-            try:
-                self._count(unit, one)
-            except BaseException:  # a Ctrl-C in between: the update would be lost
-                self._count(unit, one)
-                raise
+            for unit in units:
+                one = self._of[unit]
+                try:
+                    self._count(unit, one)
+                except BaseException:  # a Ctrl-C in between: the update would be lost
+                    self._count(unit, one)
+                    raise
 
     def _count(self, unit: Unit, one: _Speculated) -> None:
         """Let what was made stand for what is pending. Idempotent. Under the lane's lock."""

@@ -15,8 +15,9 @@ update="delayed" is "forward" with the gradients of the step before; see optim/d
 With speculate=True a unit's update is made in the backward, too, as if nothing were clipped and the gradient
 scale were the usual one, but beside the record; gradients are kept. step() decides as ever, and where it
 decides the same, what was made counts, and else the update is applied as ever: the bits are those of
-update="forward" in any case. With "auto" that is done where it would have been right in most of the last
-steps. See gradients/speculation.py.
+update="forward" in any case. With "auto", the default, that is done where it would have been right in most of
+the last steps, of as many units as update="auto" has early, and where the disk has room. See
+gradients/speculation.py.
 
 [Note: missed steps]
 A gradient of zeros still decays weights and moments. An expert to which no token was routed has such
@@ -103,7 +104,7 @@ class OffloadedOptimizer(NotingMissed, TakingTurns, Tracking, Optimizer):  # typ
         max_norm: float | None = None,
         update: When = "forward",
         seed: int = 0,
-        speculate: Speculate = False,
+        speculate: Speculate = "auto",
         delayed_after: int = DELAYED_AFTER,
     ) -> None:
         if update not in get_args(When):

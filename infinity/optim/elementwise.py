@@ -37,7 +37,7 @@ def wrap_optimizer(
     *,
     max_norm: float | None = None,
     update: When = "forward",
-    speculate: Speculate = False,
+    speculate: Speculate = "auto",
     delayed_after: int = DELAYED_AFTER,
     **options: Any,
 ) -> Elementwise:
@@ -67,7 +67,7 @@ class Elementwise(OffloadedOptimizer):
         *,
         max_norm: float | None = None,
         update: When = "forward",
-        speculate: Speculate = False,
+        speculate: Speculate = "auto",
         delayed_after: int = DELAYED_AFTER,
         **options: Any,
     ) -> None:

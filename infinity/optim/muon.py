@@ -73,7 +73,7 @@ class Muon(OffloadedOptimizer):
         max_norm: float | None = None,
         update: When = "forward",
         seed: int = 0,
-        speculate: Speculate = False,
+        speculate: Speculate = "auto",
         delayed_after: int = DELAYED_AFTER,
         **options: Any,
     ) -> None:

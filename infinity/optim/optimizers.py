@@ -30,7 +30,8 @@ class AdamW(OffloadedOptimizer):
     when an update happens] in optim/base.py. seed: of the random bits that round the moments of
     Config(state_dtype="bf16", "int8" or "int4"), and masters in 24 bits; the same seed gives the same bits.
     speculate: "auto" or True makes updates in the backward as if nothing were clipped, and lets them count
-    where step() decides the same; see the same note.
+    where step() decides the same; that takes as much of the disk again as the records do. "auto" does so
+    where it is faster, and where twice that is free; see the same note.
 
     Raises: ValueError for settings out of range and for parameters that were not built in Init; with
     speculate=True UnsupportedError where no update can be made so, and aio.StorageFullError.
@@ -48,7 +49,7 @@ class AdamW(OffloadedOptimizer):
         max_norm: float | None = None,
         update: When = "forward",
         seed: int = 0,
-        speculate: Speculate = False,
+        speculate: Speculate = "auto",
         delayed_after: int = DELAYED_AFTER,
         **options: Any,
     ) -> None:
@@ -73,7 +74,7 @@ class Adam(OffloadedOptimizer):
         max_norm: float | None = None,
         update: When = "forward",
         seed: int = 0,
-        speculate: Speculate = False,
+        speculate: Speculate = "auto",
         delayed_after: int = DELAYED_AFTER,
         **options: Any,
     ) -> None:
@@ -103,7 +104,7 @@ class SGD(OffloadedOptimizer):
         max_norm: float | None = None,
         update: When = "forward",
         seed: int = 0,
-        speculate: Speculate = False,
+        speculate: Speculate = "auto",
         delayed_after: int = DELAYED_AFTER,
         **options: Any,
     ) -> None:
@@ -137,7 +138,7 @@ class Adagrad(OffloadedOptimizer):
         max_norm: float | None = None,
         update: When = "forward",
         seed: int = 0,
-        speculate: Speculate = False,
+        speculate: Speculate = "auto",
         delayed_after: int = DELAYED_AFTER,
         **options: Any,
     ) -> None:
@@ -185,7 +186,7 @@ class Lion(OffloadedOptimizer):
         max_norm: float | None = None,
         update: When = "forward",
         seed: int = 0,
-        speculate: Speculate = False,
+        speculate: Speculate = "auto",
         delayed_after: int = DELAYED_AFTER,
         **options: Any,
     ) -> None:

@@ -1,7 +1,10 @@
-"""The error of a disk that does not hold what a training needs in all."""
+"""What disks have room for, and the error of one that does not hold what a training needs in all."""
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections import Counter
 from collections.abc import Sequence
 
 from infinity.aio import StorageFullError
@@ -10,6 +13,13 @@ from infinity.sizes import format_size
 _CURE = """
   or: Config(nvme=[...]) with several drives; state_dtype="bf16" or "int8", with smaller moments; \
 `infinity plan check` says beforehand what a training needs"""
+
+
+def room_in(folders: Sequence[str]) -> int:
+    """Return the bytes by which a file that is striped evenly over these folders can grow."""
+    sharers = Counter(os.stat(folder).st_dev for folder in folders)
+    parts = (shutil.disk_usage(folder).free // sharers[os.stat(folder).st_dev] for folder in folders)
+    return min(parts) * len(folders)
 
 
 def of_whole(

@@ -16,7 +16,7 @@ import models
 from deep import LAYERS, SETTINGS, WIDTH, Deep
 from infinity import SGD, AdamW, Init, UnsupportedError, stats
 from infinity.aio import StorageFullError
-from infinity.gradients import early
+from infinity.gradients import early, speculation
 from infinity.gradients.speculation import why_never
 from infinity.lane.lane import StreamLane
 from infinity.planning.split import HalfStep, UpdateSplit
@@ -52,11 +52,23 @@ class Both(deep.Both):
 
 
 @pytest.fixture
-def undecided(monkeypatch):
-    """Have no step timed: all updates are made ahead that can be."""
-    monkeypatch.setattr(early, "_FIRST", 1 << 30)
+def all_ahead(monkeypatch):
+    """Have it decided that the backward makes all updates that it can."""
+
+    def divide(_computes, _plan, _units, candidates, _rates, *, ahead):
+        assert ahead
+        return UpdateSplit(tuple(candidates), len(candidates), HalfStep(1.0, 0.0), HalfStep(1.0, 1.0))
+
+    monkeypatch.setattr(early, "split_updates", divide)
 
 
+OTHERS = [
+    (AdamW, {}),
+    (infinity.Adam, {}),
+    (SGD, {"lr": 0.1}),
+    (infinity.Adagrad, {}),
+    (infinity.Lion, {}),
+]
 SOMETIMES = [1.0, 1.0, 1.0, 100.0, 1.0]
 
 
@@ -444,7 +456,7 @@ def test_what_was_timed_decides_which_updates_are_made_ahead_and_bits_stay(folde
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("undecided")
+@pytest.mark.usefixtures("all_ahead")
 def test_without_being_told_it_begins_where_norms_have_stayed_within_their_bound(folder):
     both = Both(folder, speculate="auto", max_norm=0.1)
     for number in range(4):
@@ -460,7 +472,7 @@ def test_without_being_told_it_begins_where_norms_have_stayed_within_their_bound
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("undecided")
+@pytest.mark.usefixtures("all_ahead")
 def test_a_full_disk_ends_it_with_a_word_in_the_log_or_an_error_where_it_was_asked_for(
     folder, monkeypatch, caplog
 ):
@@ -482,7 +494,31 @@ def test_a_full_disk_ends_it_with_a_word_in_the_log_or_an_error_where_it_was_ask
         AdamW(both.model.parameters(), speculate=True)
 
 
-@pytest.mark.usefixtures("undecided")
+@pytest.mark.usefixtures("all_ahead")
+@pytest.mark.parametrize("missing", [0, 1])
+def test_without_being_told_it_takes_no_more_than_half_of_what_is_free(folder, monkeypatch, caplog, missing):
+    both = Both(folder, speculate="auto", max_norm=NEVER)
+    records = [unit.record for unit in both.engine.units]
+    needed = sum(one.field_nbytes(name) for one in records for name in one.fields)
+    monkeypatch.setattr(speculation, "room_in", lambda _: 2 * needed - missing)
+    caplog.set_level("INFO", "infinity")
+    for number in range(5):
+        both.step(number)
+    both.check()
+    assert both.counts == ((0, 0) if missing else (3 * UNITS, 0))
+    said = "before step() any more" if missing else "a second generation of records takes up to"
+    assert len([one for one in caplog.messages if said in one]) == 1
+    assert (both.speculation.nbytes == 0) is bool(missing)
+
+
+def test_every_optimizer_does_so_where_nothing_is_said(folder):
+    both = Both(folder)
+    with pytest.warns(UserWarning, match="supersedes"):
+        found = [kind(both.model.parameters(), **more) for kind, more in OTHERS]
+    assert all(one.speculation.decides for one in found)
+
+
+@pytest.mark.usefixtures("all_ahead")
 @pytest.mark.parametrize("speculate", [True, pytest.param("auto", marks=pytest.mark.slow)])
 def test_what_was_taken_before_the_disk_was_full_is_freed(folder, monkeypatch, speculate):
     both = Both(folder, speculate=False, max_norm=NEVER)
