@@ -114,14 +114,16 @@ def test_accumulation_by_block_is_the_engines_and_no_field_of_config(folder):
         infinity.Config.from_deepspeed(asked)
 
 
-@pytest.mark.parametrize(("asked", "speculates"), [({"speculate": True}, None), ({}, False)])
+@pytest.mark.parametrize(
+    ("asked", "speculates"), [({"speculate": True}, True), ({}, True), ({"speculate": False}, False)]
+)
 def test_updates_ahead_are_the_optimizers_and_no_field_of_config(folder, asked, speculates):
     config = configuration(folder, gradient_clipping=0.5, infinity={"host_memory": "1MiB", **asked})
     _, optimizer, *_ = infinity.deepspeed.initialize(model=llama(config), config=config)
     assert optimizer.update == "forward"
-    assert optimizer.speculation.decides is (speculates is None)
+    assert optimizer.speculation.decides is speculates
     if asked:
-        with pytest.raises(ConfigError, match=r'make infinity.AdamW\(..., speculate="auto"\)'):
+        with pytest.raises(ConfigError, match=r'out: infinity.AdamW\(..., speculate="auto" or False\)'):
             infinity.Config.from_deepspeed(config)
 
 
