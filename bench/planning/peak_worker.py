@@ -63,7 +63,7 @@ def trained(spec: dict[str, Any]) -> dict[str, int]:
     reset_peak()
     with infinity.Init(nvme=spec["nvme"], device="cpu", **spec["settings"]):
         model = built(spec)
-    optimizer = infinity.AdamW(model.parameters(), lr=1e-4, update=spec["update"])
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-4, update=spec["update"], speculate=False)
     in_its_method(spec, model)
     building = resident("VmHWM") - baseline
     reset_peak()

@@ -61,7 +61,7 @@ def trainer_of(folder, callback, rows=ROWS, kind=transformers.Trainer, extra=Non
         args=args,
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
         eval_dataset=[{"input_ids": row, "labels": row} for row in models.batch(1, rows=2)],
-        optimizer_cls_and_kwargs=(infinity.AdamW, {"lr": 1e-2}),
+        optimizer_cls_and_kwargs=(infinity.AdamW, {"lr": 1e-2, "speculate": False}),
         callbacks=[callback],
         **(extra or {}),
     )

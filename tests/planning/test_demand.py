@@ -32,7 +32,7 @@ def built(setting, nvme=None, preset=PRESET):
         model = presets.llama(preset, sequence=16)
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model, infinity.AdamW(model.parameters(), update=setting.update)
+    return model, infinity.AdamW(model.parameters(), update=setting.update, speculate=False)
 
 
 def train(model, optimizer, micro_batches):

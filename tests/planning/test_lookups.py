@@ -41,7 +41,7 @@ def train(folder, micro_batches, steps=6):
     with infinity.Init(nvme=folder, host_memory=SETTING.host_nbytes):
         model = LlamaForCausalLM(LlamaConfig(**SIZES))
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    optimizer = infinity.AdamW(model.parameters())
+    optimizer = infinity.AdamW(model.parameters(), speculate=False)
     ids = torch.arange(TOKENS)[None] * 500  # each in a block of its own
     for step in range(steps):
         if step == 2:
