@@ -22,7 +22,7 @@ from infinity.lane.passes import clear, piece_address
 from infinity.planning.layout import RecordSchema, TilePiece, pieces, tiles
 from infinity.planning.queue import JobLane
 from infinity.records.checksums import TileChecksums
-from infinity.records.in_files import comes_straight
+from infinity.records.in_files import comes_straight, tiles_read_at_once
 from infinity.records.record import Record
 from infinity.records.update_rules import Kernel, Recipe, UpdateSpan
 from infinity.records.updates import PendingUpdates, Update
@@ -175,7 +175,7 @@ class FetchPass(_UnitPass):
             return iter(())
         if self.only_uploads:
             return iter([(0, self._filled())])
-        schema, at_once = self.record.schema, self.record.tiles_read_at_once()
+        schema, at_once = self.record.schema, tiles_read_at_once(self.record)
         if self._lease is not None:
             self._stage = self._device.take_host_buffer(self._filled(), compute_dtype(schema))
         if at_once is not None and self.own_address("hi", 0) is not None:
@@ -442,7 +442,7 @@ class _UpdatingPass(_UnitPass):
         if piece.start != start:
             state = {
                 name: piece_address(self.record, addresses[name], piece.start, start, name)
-                for name in self.record.schema.fields
+                for name in self.record.schema.names
                 if name in addresses
             }
         step = update.recipe.kernels[self.record.schema.kept, self.record.schema.state_dtype]

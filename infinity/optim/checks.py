@@ -19,7 +19,7 @@ from infinity.tensors import local
 _WHO = {
     "bf16": "AdamW, Adam, SGD, Adagrad and Lion",
     "int8": "AdamW, Adam, SGD, Adagrad and Lion",
-    "int4": "AdamW and Adam, with two moments, and SGD without momentum",
+    "int4": "AdamW, Adam, SGD, Adagrad and Lion",
 }
 """Which optimizers have what state_dtype, for the error."""
 

@@ -156,6 +156,8 @@ class Owning:
             engine = self.mine[id(parameter)].engine
             self._engines[id(engine)] = engine
             engine.arrivals.join(self)
+            unit, index = engine.parameters.unit_of(parameter)
+            unit.record.keep_moments(index, self.recipe_of(parameter).state)
             if parameter.requires_grad:
                 self.make_room(engine, parameter)
         self._made = True

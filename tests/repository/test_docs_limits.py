@@ -501,11 +501,6 @@ TRIED = {
         lambda lab: infinity.Muon([lab.model(**INT8)[0].weight]),
         wrapped("RMSprop", settings=INT8),
     ],
-    '`state_dtype="int4"` with optimizers of one moment: SGD with momentum, Adagrad, Lion': [
-        lambda lab: lab.optimizer(infinity.SGD, lr=1.0, momentum=0.9, settings={"state_dtype": "int4"}),
-        lambda lab: lab.optimizer(infinity.Adagrad, settings={"state_dtype": "int4"}),
-        lambda lab: lab.optimizer(infinity.Lion, settings={"state_dtype": "int4"}),
-    ],
     '`master_dtype="fp24"` with fp16 or fp32': [
         lambda lab: lab.model(dtype="fp16", **FP24),
         lambda lab: lab.model(dtype="fp32", **FP24),
