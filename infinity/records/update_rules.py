@@ -300,7 +300,7 @@ MUON = Recipe(
     "Muon",
     {"m": "momentum_buffer"},
     muon_scalars,
-    {(dtype, "fp32"): moves(weights) for dtype, weights in WEIGHTS.items()},
+    {(dtype, state): moves(weights) for dtype, weights in WEIGHTS.items() for state in _STATES},
     matrices=MUON_RULE,
 )
 

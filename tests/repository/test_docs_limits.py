@@ -497,8 +497,7 @@ TRIED = {
         lambda lab: infinity.Muon(lab.build(lambda: nn.Conv2d(3, 4, 3)).parameters()),
     ],
     "`amsgrad=True`": [lambda lab: lab.optimizer(amsgrad=True)],
-    '`state_dtype` other than `"fp32"` with Muon and `wrap_optimizer`': [
-        lambda lab: infinity.Muon([lab.model(**INT8)[0].weight]),
+    '`state_dtype` other than `"fp32"` with `wrap_optimizer`': [
         wrapped("RMSprop", settings=INT8),
     ],
     '`master_dtype="fp24"` with fp16 or fp32': [
