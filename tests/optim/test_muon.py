@@ -24,7 +24,6 @@ from streams import compute_late
 
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("repeatable")]
 
-LAYERS = 60
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -173,9 +172,19 @@ def test_training_on_small_moments_equals_the_plain_steps(folder, dtype, memory,
     assert_same(ours, optimizer, theirs)
 
 
-def test_a_tile_that_holds_a_bias_too_is_read_again_when_the_momentum_is_written(folder):
-    with infinity.Init(nvme=folder, host_memory="2MiB", dtype="fp32"):
-        ours = nn.ModuleList(nn.Linear(20, 50) for _ in range(LAYERS))
+@pytest.mark.parametrize(
+    ("state_dtype", "memory", "layers"),
+    [
+        ("fp32", "2MiB", 60),
+        ("int4", "4MiB", 120),
+        pytest.param("int8", "4MiB", 120, marks=pytest.mark.slow),
+    ],
+)
+def test_a_tile_that_holds_a_bias_too_is_read_again_when_the_momentum_is_written(
+    folder, state_dtype, memory, layers
+):
+    with infinity.Init(nvme=folder, host_memory=memory, dtype="fp32", state_dtype=state_dtype):
+        ours = nn.ModuleList(nn.Linear(20, 50) for _ in range(layers))
     engine = engine_of_model(ours)
     record = engine.units[0].record
     assert record.tile_numel >= record.shard.segments[1].stop
@@ -183,9 +192,10 @@ def test_a_tile_that_holds_a_bias_too_is_read_again_when_the_momentum_is_written
         groups_of(ours, {name for name, _ in ours.named_parameters() if "weight" in name})
     )
     plain = copy.deepcopy(ours.state_dict())
-    mine = nn.ModuleList(nn.Linear(20, 50) for _ in range(LAYERS))
+    mine = nn.ModuleList(nn.Linear(20, 50) for _ in range(layers))
     mine.load_state_dict(plain)
-    theirs = PlainMuon(reference.prepare(mine, torch.float32), {f"{n}.weight" for n in range(LAYERS)})
+    weights = {f"{n}.weight" for n in range(layers)}
+    theirs = PlainMuon(reference.prepare(mine, torch.float32), weights, state_dtype=state_dtype)
     for step in range(3):
         x = torch.full((2, 20), 0.1 * (step + 1))
         for model, one in ((ours, optimizer), (mine, theirs)):
