@@ -241,6 +241,26 @@ def test_checkpoints_and_state_dicts_carry_the_momentum(folder, tmp_path, memory
         infinity.load(other, swapped, tmp_path / "saved")
 
 
+@pytest.mark.parametrize("state_dtype", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("memory", ["320KiB", "64MiB"])
+def test_state_that_is_assigned_leaves_that_of_the_same_layers_other_parameters(folder, memory, state_dtype):
+    model = built(nvme=folder, host_memory=memory, state_dtype=state_dtype)
+    optimizer = infinity.Muon(groups_of(model))
+    train(model, optimizer, 2)
+    up, names = model.up, ("exp_avg", "exp_avg_sq")
+    momentum, moments = (
+        optimizer.state[up.weight]["momentum_buffer"],
+        [optimizer.state[up.bias][n] for n in names],
+    )
+    optimizer.state[up.weight]["momentum_buffer"] = momentum * -2
+    assert torch.equal(optimizer.state[up.weight]["momentum_buffer"], momentum * -2)
+    assert all(torch.equal(optimizer.state[up.bias][n], one) for n, one in zip(names, moments, strict=True))
+    optimizer.state[up.bias]["exp_avg_sq"] = moments[1] * 4
+    assert torch.equal(optimizer.state[up.weight]["momentum_buffer"], momentum * -2)
+    assert torch.equal(optimizer.state[up.bias]["exp_avg"], moments[0])
+    assert torch.equal(optimizer.state[up.bias]["exp_avg_sq"], moments[1] * 4)
+
+
 def test_a_state_dict_goes_to_momenta_in_fewer_bits_and_back(folder):
     models_of = {
         state: built(nvme=folder, host_memory="64MiB", state_dtype=state) for state in ("fp32", "int4")
