@@ -1,8 +1,11 @@
-"""Muon and AdamW in memory, in plain steps, for the tests of infinity.Muon."""
+"""Muon and AdamW in memory, in plain steps, and a model for the tests of infinity.Muon."""
 
 import torch
+from torch import nn
 
+import infinity
 from infinity import reference
+from infinity.engine.engine import engine_of_model
 from infinity.reference import recipe
 from infinity.reference.moments import state_key, step_stored, widened, zero_moments
 from infinity.reference.steps import muon_step
@@ -83,3 +86,76 @@ class PlainMuon:
     def zero_grad(self):
         for one in self.model.parameters():
             one.grad = None
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Net(nn.Module):
+    """Matrices that are wide, tall and larger than a tile, each beside a bias; a stack of them; a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(40, 60)
+        self.up = nn.Linear(60, 211)
+        self.down = nn.Linear(211, 60)
+        self.norm = nn.LayerNorm(60)
+        self.stack = nn.Parameter(torch.randn(3, 60, 40) / 8)
+        self.head = nn.Linear(40, 40, bias=False)
+
+    def forward(self, ids):
+        hidden = self.embedding(ids)
+        hidden = hidden + self.down(torch.tanh(self.up(hidden)))
+        return self.head(torch.einsum("btd,edf->btf", self.norm(hidden), self.stack))
+
+
+def built(dtype="fp32", **init):
+    torch.manual_seed(0)
+    if not init:
+        return reference.prepare(Net(), DTYPES[dtype])
+    with infinity.Init(dtype=dtype, **init):
+        return Net()
+
+
+MUONS = {"up.weight", "down.weight", "stack"}
+
+
+def groups_of(model, muons=MUONS, muon=MUON, adamw=ADAMW):
+    named = dict(model.named_parameters())
+    return [
+        {"params": [one for name, one in named.items() if name in muons], **muon},
+        {"params": [one for name, one in named.items() if name not in muons], "use_muon": False, **adamw},
+    ]
+
+
+def ids_of(number):
+    return torch.randint(0, 40, (2, 5), generator=torch.Generator().manual_seed(number))
+
+
+def backward(model, number):
+    loss = model(ids_of(number)).float().square().mean()
+    loss.backward()
+    return loss.item()
+
+
+def train(model, optimizer, steps, first=0, accumulate=1, after=lambda _step: None):
+    losses = []
+    for step in range(first, first + steps):
+        losses += [backward(model, 10 * step + micro) for micro in range(accumulate)]
+        optimizer.step()
+        optimizer.zero_grad()
+        after(step)
+    return losses
+
+
+def assert_same(model, optimizer, plain):
+    engine, named = engine_of_model(model), dict(model.named_parameters())
+    weights, expected = model.state_dict(), plain.model.state_dict()
+    assert [name for name in expected if not torch.equal(weights[name], expected[name])] == []
+    for name, one in named.items():
+        assert torch.equal(engine.parameters.read(one, ["master"])[0], plain.masters[name]), name
+        if name in plain.muons:
+            assert set(optimizer.state[one]) == {"step", "momentum_buffer"}
+            assert torch.equal(optimizer.state[one]["momentum_buffer"], plain.state[name][0]), name
+        else:
+            assert torch.equal(optimizer.state[one]["exp_avg_sq"], plain.state[name][1]), name
