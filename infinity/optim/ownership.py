@@ -233,10 +233,9 @@ class Owning:
         start = segment.start
         if unit.pending:
             engine.residency.flush(unit)  # of the earlier optimizer, by its recipe
+        kept = self.recipe_of(parameter).fields(unit.record.schema)
         under_way = not engine.lane.settled(unit.record)
-        if segment.numel and (
-            under_way or any(unit.record.written(name, start) for name in self.recipe_of(parameter).state)
-        ):
+        if segment.numel and (under_way or any(unit.record.written(name, start) for name in kept)):
             zeros = torch.zeros(segment.shape, dtype=torch.float32, device="cpu")
             if names := self.recipe_of(parameter).state:
                 engine.parameters.write(parameter, dict.fromkeys(names, spread_as(parameter, zeros)))

@@ -407,11 +407,17 @@ def test_a_step_moves_18_bytes_a_parameter_and_less_with_small_moments(folder, u
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("update", ["forward", "backward"])
-def test_where_an_accelerator_computes_the_cpu_orthogonalizes_with_the_same_bits(folder, monkeypatch, update):
+@pytest.mark.parametrize(
+    ("update", "state_dtype"),
+    [("forward", "fp32"), ("backward", "fp32"), pytest.param("backward", "int4", marks=pytest.mark.slow)],
+)
+def test_where_an_accelerator_computes_the_cpu_orthogonalizes_with_the_same_bits(
+    folder, monkeypatch, update, state_dtype
+):
     compute_late(monkeypatch)
-    ours, plain = built("bf16", nvme=folder, host_memory="448KiB"), built("bf16")
-    optimizer, theirs = infinity.Muon(groups_of(ours), update=update), PlainMuon(plain, MUONS)
+    ours, plain = built("bf16", nvme=folder, host_memory="448KiB", state_dtype=state_dtype), built("bf16")
+    optimizer = infinity.Muon(groups_of(ours), update=update)
+    theirs = PlainMuon(plain, MUONS, state_dtype=state_dtype)
     assert train(ours, optimizer, 4) == train(plain, theirs, 4)
     assert_same(ours, optimizer, theirs)
     assert not any(unit.record.on_device for unit in engine_of_model(ours).units)

@@ -121,6 +121,31 @@ def test_training_saving_and_setting_moments_equal_the_steps_in_plain_torch(
     assert train(again, loaded, 2, first=3) == expected
 
 
+@pytest.mark.parametrize("state_dtype", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("memory", ["320KiB", "64MiB"])
+def test_a_new_optimizer_of_any_kind_starts_with_moments_of_zero(folder, memory, state_dtype):
+    with infinity.Init(nvme=folder, host_memory=memory, state_dtype=state_dtype):
+        layers = torch.nn.Sequential(torch.nn.Linear(40, 600), torch.nn.Linear(600, 40))
+
+    def stepped(optimizer):
+        layers(torch.ones(2, 40, dtype=torch.bfloat16)).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    optimizer = stepped(infinity.AdamW(layers.parameters()))
+    for kind in ("Lion", "AdamW", "SGD", "Adagrad", "AdamW"):
+        with pytest.warns(UserWarning, match="supersedes it"):
+            optimizer = make(kind, layers.parameters())
+        begin = KINDS[kind][0].get("initial_accumulator_value", 0)
+        engine, places = engine_of_model(layers), KINDS[kind][1]
+        for one in layers.parameters():
+            assert all((values == begin).all() for values in engine.parameters.read(one, list(places)))
+        stepped(optimizer)
+        for one in layers.parameters():
+            assert all(optimizer.state[one][name].count_nonzero() for name in places.values())
+
+
 @pytest.mark.parametrize("state_dtype", ["int8", "int4"])
 def test_the_units_other_optimizer_keeps_its_moments_where_one_of_this_is_set(folder, state_dtype):
     with infinity.Init(nvme=folder, host_memory="1MiB", state_dtype=state_dtype):
