@@ -50,30 +50,40 @@ static void step_on(const struct small_args *a, size_t i, size_t n, float *m, fl
         a->isa->narrow_half(n, master, (uint16_t *)what->weight + i);
 }
 
-/* The codes of a moment that is kept alone, as the bytes of both have them, two in a byte: eight at a
- * time.  Beyond n, the bytes of both are zeros. */
-static void pack_alone(size_t n, const uint8_t *both, bool is_v, uint8_t *alone) {
-    for (size_t i = 0; i < n; i += 8) {
-        uint64_t codes;
-        memcpy(&codes, both + i, 8);
-        codes = codes >> (is_v ? 4 : 0) & OF_EACH(0x0F);
-        codes = (codes | codes >> 4) & 0x00FF00FF00FF00FFu;
-        codes = (codes | codes >> 8) & 0x0000FFFF0000FFFFu;
-        codes |= codes >> 16;
-        memcpy(alone + i / 2, &codes, n - i < 8 ? (n - i + 1) / 2 : 4);
-    }
+/* The codes of eight elements of a moment that is kept alone, as the bytes of both have them, in four bytes:
+ * two in each.  shift: 4 for v's. */
+static inline uint32_t packed_alone(const uint8_t *both, int shift) {
+    uint64_t codes;
+    memcpy(&codes, both, 8);
+    codes = codes >> shift & OF_EACH(0x0F);
+    codes = (codes | codes >> 4) & 0x00FF00FF00FF00FFu;
+    codes = (codes | codes >> 8) & 0x0000FFFF0000FFFFu;
+    return (uint32_t)(codes | codes >> 16);
 }
 
-static void unpack_alone(size_t n, const uint8_t *alone, bool is_v, uint8_t *both) {
-    for (size_t i = 0; i < n; i += 8) {
-        uint64_t codes = 0;
-        memcpy(&codes, alone + i / 2, n - i < 8 ? (n - i + 1) / 2 : 4);
-        codes = (codes | codes << 16) & 0x0000FFFF0000FFFFu;
-        codes = (codes | codes << 8) & 0x00FF00FF00FF00FFu;
-        codes = (codes | codes << 4) & OF_EACH(0x0F);
-        codes <<= is_v ? 4 : 0;
-        memcpy(both + i, &codes, 8);
-    }
+static inline void unpacked_alone(uint32_t packed, int shift, uint8_t *both) {
+    uint64_t codes = packed;
+    codes = (codes | codes << 16) & 0x0000FFFF0000FFFFu;
+    codes = (codes | codes << 8) & 0x00FF00FF00FF00FFu;
+    codes = (codes | codes << 4) & OF_EACH(0x0F);
+    codes <<= shift;
+    memcpy(both, &codes, 8);
+}
+
+/* Those of n elements.  Beyond n, the bytes of both are zeros, and there is room for eight. */
+static void pack_alone(size_t n, const uint8_t *both, int shift, uint8_t *alone) {
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) store_u32(alone + i / 2, packed_alone(both + i, shift));
+    uint32_t rest = packed_alone(both + i, shift);
+    memcpy(alone + i / 2, &rest, (n - i + 1) / 2);
+}
+
+static void unpack_alone(size_t n, const uint8_t *alone, int shift, uint8_t *both) {
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) unpacked_alone(load_u32(alone + i / 2), shift, both + i);
+    uint32_t rest = 0;
+    memcpy(&rest, alone + i / 2, (n - i + 1) / 2);
+    unpacked_alone(rest, shift, both + i);
 }
 
 /* A moment that the optimizer does not keep is one of zeros, which stay zeros. */
@@ -95,8 +105,8 @@ static void widen_block(const struct small_args *a, size_t i, size_t n, float *m
     } else if (what->mv != NULL) {
         a->isa->dequantize4(n, (const uint8_t *)what->mv + i, scale, m_f32, v_f32);
     } else {
-        uint8_t both[STATE_BLOCK];
-        unpack_alone(n, (const uint8_t *)(m == NULL ? v : m) + i / 2, m == NULL, both);
+        _Alignas(64) uint8_t both[STATE_BLOCK + 8];
+        unpack_alone(n, (const uint8_t *)(m == NULL ? v : m) + i / 2, m == NULL ? 4 : 0, both);
         a->isa->dequantize4(n, both, scale, m_f32, v_f32);
     }
 }
@@ -118,9 +128,9 @@ static void round_block(const struct small_args *a, size_t i, size_t n, const fl
     } else if (what->mv != NULL) {
         a->isa->quantize4(n, m_f32, v_f32, noises, (uint8_t *)what->mv + i, scale);
     } else {
-        uint8_t both[STATE_BLOCK] = {0};
+        _Alignas(64) uint8_t both[STATE_BLOCK + 8] = {0};
         a->isa->quantize4(n, m_f32, v_f32, noises, both, scale);
-        pack_alone(n, both, m == NULL, (uint8_t *)(m == NULL ? v : m) + i / 2);
+        pack_alone(n, both, m == NULL ? 4 : 0, (uint8_t *)(m == NULL ? v : m) + i / 2);
     }
 }
 
