@@ -58,7 +58,9 @@ from infinity.kernels.small import (
     fields_of_moments,
     quantize,
     quantize4,
+    round_moment,
     small_step,
+    widen_moment,
 )
 from infinity.kernels.told import EXCEPTION_NBYTES, MOST_TOLD, ToldGradient
 
@@ -114,6 +116,7 @@ __all__ = [
     "quantize4",
     "rewrite",
     "round_lo",
+    "round_moment",
     "set_isa",
     "set_threads",
     "sgd",
@@ -131,5 +134,6 @@ __all__ = [
     "widen_f16",
     "widen_i8",
     "widen_lo",
+    "widen_moment",
     "widen_scales",
 ]
