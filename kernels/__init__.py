@@ -58,6 +58,7 @@ from infinity.kernels.small import (
     fields_of_moments,
     quantize,
     quantize4,
+    round_moments,
     small_step,
 )
 from infinity.kernels.told import EXCEPTION_NBYTES, MOST_TOLD, ToldGradient
@@ -114,6 +115,7 @@ __all__ = [
     "quantize4",
     "rewrite",
     "round_lo",
+    "round_moments",
     "set_isa",
     "set_threads",
     "sgd",
