@@ -127,6 +127,10 @@ class _OptimizerKind:
         self._rounds = True
         """Whether its state is of numbers that may be rounded, and not of integers."""
         self._state = self._tested(self.defaults)
+        self._fields = dict(zip(_FIELDS, self._state, strict=False))
+        v = next((name for name in self._state if name not in self._signed), None)
+        self.in_codes = {"v" if name == v else "m": name for name in self._state}
+        """As `_fields`, of codes: [Note: which tensor has a sign]."""
         self._known = {self._key(self.defaults)}
 
     def recipe(self) -> Recipe:
@@ -136,17 +140,8 @@ class _OptimizerKind:
             states += ["bf16"] + ["int8"] * (len(self._signed) < len(_FIELDS))
             states += ["int4"] * (self.in_codes in ({}, ADAM_STATE))
         kernels = {(dtype, state): self._on(dtype, state) for dtype in WEIGHTS for state in states}
-        return Recipe(f"Elementwise({self._kind.__name__})", self._fields, self._scalars, kernels)
-
-    @property
-    def _fields(self) -> dict[str, str]:
-        return dict(zip(_FIELDS, self._state, strict=False))
-
-    @property
-    def in_codes(self) -> dict[str, str]:
-        """The names of its state, by the fields that have their codes: [Note: which tensor has a sign]."""
-        v = next((name for name in self._state if name not in self._signed), None)
-        return {"v" if name == v else "m": name for name in self._state}
+        name = f"Elementwise({self._kind.__name__})"
+        return Recipe(name, self._fields, self._scalars, kernels, in_codes=self.in_codes)
 
     @staticmethod
     def _key(options: Mapping[str, Any]) -> str:

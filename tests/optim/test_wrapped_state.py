@@ -185,6 +185,45 @@ def test_a_checkpoint_of_some_of_a_layers_parameters_has_their_codes(folder, tmp
     assert all(torch.equal(one, shown[1][key]) for key, one in shown[0].items())
 
 
+def test_steps_that_experts_have_missed_round_as_those_that_were_made_at_once(folder):
+    shown = []
+    for looks in (False, True):
+        model = models.build("mixtral", nvme=folder, host_memory="1MiB", state_dtype="int8")
+        optimizer = wrapped("RMSprop", model.parameters())
+        for step in range(4):
+            ids = models.batch(step, rows=1, length=2)
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            if looks:
+                optimizer.state_dict()
+        state = optimizer.state_dict()["state"]
+        shown.append((model.state_dict(), {number: one["square_avg"] for number, one in state.items()}))
+    for ours, theirs in zip(*shown, strict=True):
+        assert all(torch.equal(one, theirs[key]) for key, one in ours.items())
+
+
+def test_a_layer_of_another_type_keeps_its_state_in_fp32(folder):
+    torch.manual_seed(0)
+    with infinity.Init(nvme=folder, host_memory="1MiB", state_dtype="int8"):
+        layers = torch.nn.ModuleList([torch.nn.Linear(20, 30), torch.nn.Linear(20, 30, dtype=torch.float32)])
+    optimizer = wrapped("RMSprop with momentum", layers.parameters())
+    plain = torch.nn.Linear(20, 30)
+    plain.load_state_dict(layers[1].state_dict())
+    theirs = torch.optim.RMSprop(plain.parameters(), lr=1e-2, foreach=False, momentum=0.9)
+    for step in range(3):
+        x = torch.full((2, 20), 0.1 + step)
+        layers[0](x.bfloat16()).float().square().sum().backward()
+        for one, its in ((layers[1], optimizer), (plain, theirs)):
+            one(x).square().sum().backward()
+            its.step()
+            its.zero_grad()
+    for ours, one in zip(layers[1].parameters(), plain.parameters(), strict=True):
+        for key in ("square_avg", "momentum_buffer"):
+            assert torch.equal(optimizer.state[ours][key], theirs.state[one][key]), key
+    assert all(torch.equal(one, plain.state_dict()[key]) for key, one in layers[1].state_dict().items())
+
+
 class Elementwise(torch.optim.Optimizer):
     """An optimizer of a user, whose state a test gives by its step."""
 
