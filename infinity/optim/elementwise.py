@@ -187,16 +187,13 @@ class _OptimizerKind:
     def _step_part(
         self, schema: RecordSchema, weights: Weights, span: UpdateSpan, given: _Given, start: int, n: int
     ) -> None:
-        at = {
-            name: address + schema.nbytes(name, start)
-            for name, address in span.at.items()
-            if name in schema.fields
-        }
+        fields = self.in_codes if schema.in_blocks else self._fields
+        names = *schema.weights, *schema.moments_of(fields)
+        at = {name: span.at[name] + schema.nbytes(name, start) for name in names}
         dtype = _TYPES[span.dtype]
         master, grad = torch.empty(n, device="cpu"), torch.empty(n, device="cpu")
         weights.read_master(n, at, master.data_ptr())
         WIDEN[dtype](n, span.grad + dtype.itemsize * start, grad.data_ptr())
-        fields = self.in_codes if schema.in_blocks else self._fields
         state: dict[str, Any] = {}
         if given.step > 1:
             state = {name: torch.empty(n, device="cpu") for name in fields.values()}

@@ -104,7 +104,7 @@ class FrozenScalars:
 
 def _frozen(schema: RecordSchema) -> Kernel:
     """Return the kernel of a step whose variance keeps its bits."""
-    weights = WEIGHTS[schema.dtype]
+    weights, names = WEIGHTS[schema.dtype], (*schema.weights, *schema.moments_of(("m", "v")))
 
     def step(span: UpdateSpan, scalars: FrozenScalars) -> None:
         wide = torch.empty((4, min(span.n, CHUNK_NUMEL)), dtype=torch.float32, device="cpu")
@@ -112,11 +112,7 @@ def _frozen(schema: RecordSchema) -> Kernel:
         for start in range(0, span.n, CHUNK_NUMEL):
             n = min(CHUNK_NUMEL, span.n - start)
             p, m, v, given = (one[:n] for one in wide)
-            at = {
-                name: address + schema.nbytes(name, start)
-                for name, address in span.at.items()
-                if name in schema.fields
-            }
+            at = {name: span.at[name] + schema.nbytes(name, start) for name in names}
             weights.read_master(n, at, p.data_ptr())
             read_moments(schema, n, at, {"m": m.data_ptr(), "v": v.data_ptr()})
             WIDEN[dtype](n, span.grad + dtype.itemsize * start, given.data_ptr())
