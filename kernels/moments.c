@@ -197,7 +197,7 @@ void infinity_dequantize4(size_t n, const uint8_t *packed, const float *scale, f
     run_blocks(dequantize_block, &args, n, BLOCK_NUMEL);
 }
 
-struct round_args {
+struct rounded_pairs {
     const struct isa *isa;
     int32_t bits;
     const float *m_f32, *v_f32;
@@ -206,8 +206,8 @@ struct round_args {
     uint64_t key, first;
 };
 
-static void round_block(const void *args, size_t first, size_t count) {
-    const struct round_args *a = args;
+static void round_pairs_block(const void *args, size_t first, size_t count) {
+    const struct rounded_pairs *a = args;
     struct noises noises;
     for (size_t i = first; i < first + count; i += STATE_BLOCK) {
         size_t n = piece_at(i, first + count);
@@ -227,6 +227,6 @@ static void round_block(const void *args, size_t first, size_t count) {
 
 void infinity_round_moments(size_t n, int32_t bits, const float *m_f32, const float *v_f32, void *m,
                             void *v, float *scale, uint64_t key, uint64_t first) {
-    struct round_args args = {current_isa(), bits, m_f32, v_f32, m, v, scale, key, first};
-    run_blocks(round_block, &args, n, BLOCK_NUMEL);
+    struct rounded_pairs args = {current_isa(), bits, m_f32, v_f32, m, v, scale, key, first};
+    run_blocks(round_pairs_block, &args, n, BLOCK_NUMEL);
 }
