@@ -59,6 +59,7 @@ from infinity.kernels.small import (
     quantize,
     quantize4,
     round_moment,
+    round_moments,
     small_step,
     widen_moment,
 )
@@ -117,6 +118,7 @@ __all__ = [
     "rewrite",
     "round_lo",
     "round_moment",
+    "round_moments",
     "set_isa",
     "set_threads",
     "sgd",

@@ -316,6 +316,11 @@ void infinity_quantize4(size_t n, const float *m_f32, const float *v_f32, uint8_
 void infinity_dequantize4(size_t n, const uint8_t *packed, const float *scale, float *m_f32,
                           float *v_f32);
 
+/* fp32 moments -> small ones, as a step rounds them: at random, by a key and the index of the first element.
+ * bits, m, v and scale: as in struct infinity_small, none of them NULL but v of 4 bits, and scale of 16. */
+void infinity_round_moments(size_t n, int32_t bits, const float *m_f32, const float *v_f32, void *m,
+                            void *v, float *scale, uint64_t key, uint64_t first);
+
 /* The fp64 sum of the fp64 squares of n gradients.  Block b covers elements [16384 b, 16384 (b +
  * 1)); in it, lane j mod 32 sums element j in rising order; the 32 lanes are added as a binary
  * tree, the blocks in rising order. */

@@ -288,3 +288,37 @@ void infinity_dequantize4(size_t n, const uint8_t *packed, const float *scale, f
     struct dequantize_args args = {current_isa(), packed, NULL, scale, m_f32, v_f32};
     run_blocks(dequantize_block, &args, n, BLOCK_NUMEL);
 }
+
+struct rounded_pairs {
+    const struct isa *isa;
+    int32_t bits;
+    const float *m_f32, *v_f32;
+    void *m, *v;
+    float *scale;
+    uint64_t key, first;
+};
+
+static void round_pairs_block(const void *args, size_t first, size_t count) {
+    const struct rounded_pairs *a = args;
+    struct noises noises;
+    for (size_t i = first; i < first + count; i += STATE_BLOCK) {
+        size_t n = piece_at(i, first + count);
+        const float *m_f32 = a->m_f32 + i, *v_f32 = a->v_f32 + i;
+        uint8_t *m = (uint8_t *)a->m + i;
+        a->isa->noise(n, a->key, a->first + i, a->bits == 16 ? 16 : CODE_NOISE, noises.m, noises.v);
+        if (a->bits == 16)
+            a->isa->narrow_moments(n, m_f32, v_f32, &noises, (uint16_t *)a->m + i,
+                                   (uint16_t *)a->v + i);
+        else if (a->bits == 8)
+            a->isa->quantize(n, m_f32, v_f32, &noises, m, (uint8_t *)a->v + i,
+                             a->scale + i / STATE_BLOCK * 2);
+        else
+            a->isa->quantize4(n, m_f32, v_f32, &noises, m, a->scale + i / STATE_BLOCK * 2);
+    }
+}
+
+void infinity_round_moments(size_t n, int32_t bits, const float *m_f32, const float *v_f32, void *m,
+                            void *v, float *scale, uint64_t key, uint64_t first) {
+    struct rounded_pairs args = {current_isa(), bits, m_f32, v_f32, m, v, scale, key, first};
+    run_blocks(round_pairs_block, &args, n, BLOCK_NUMEL);
+}

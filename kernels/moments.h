@@ -120,8 +120,10 @@ static inline uint32_t bf16_noisily(uint32_t bits, uint32_t noise) {
 static inline void narrow_moments_tail(size_t i, size_t n, const float *m_f32, const float *v_f32,
                                        const struct noises *noises, uint16_t *m, uint16_t *v) {
     for (; i < n; i++) {
-        store_u16(m + i, bf16_noisily(load_u32(m_f32 + i), noises->m[i]));
-        store_u16(v + i, bf16_noisily(load_u32(v_f32 + i), noises->v[i]));
+        uint32_t m_u32 = canonical_bits(f32_of(load_u32(m_f32 + i)));
+        uint32_t v_u32 = canonical_bits(f32_of(load_u32(v_f32 + i)));
+        store_u16(m + i, bf16_noisily(m_u32, noises->m[i]));
+        store_u16(v + i, bf16_noisily(v_u32, noises->v[i]));
     }
 }
 

@@ -163,3 +163,24 @@ def dequantize4(n: int, mv: int, scale: int, m_f32: int, v_f32: int) -> None:
     """Convert n pairs of 4-bit codes, and their blocks' scales, to fp32 moments, exactly."""
     check(n, mv=mv, scale=scale, m_f32=m_f32, v_f32=v_f32)
     library.infinity_dequantize4(n, as_u8(mv), as_f32(scale), as_f32(m_f32), as_f32(v_f32))
+
+
+def round_moments(
+    n: int,
+    state: Literal["bf16", "int8", "int4"],
+    m_f32: int,
+    v_f32: int,
+    at: Mapping[str, int],
+    key: int,
+    first: int,
+) -> None:
+    """Convert n fp32 moments to small ones, rounded stochastically, as `small_step` rounds those of its step.
+
+    at: addresses of `m` and `v`, or `mv` of int4, and of `scale` of int8 and int4; key, first: as there.
+    """
+    names = fields_of_moments("adamw", state)
+    check(n, m_f32=m_f32, v_f32=v_f32, **{name: at[name] for name in names})
+    _check_noise(key, first)
+    m, v = (ffi.cast("void *", at.get(name, 0)) for name in (names[0], "v"))
+    scale = as_f32(at["scale"] if "scale" in names else 0)
+    library.infinity_round_moments(n, _BITS[state], as_f32(m_f32), as_f32(v_f32), m, v, scale, key, first)

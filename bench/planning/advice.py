@@ -71,7 +71,7 @@ def _faster(question: Question) -> Iterator[tuple[str, Question]]:
         for update in ("auto", "backward"):
             yield f"--update {update}", question.changed(update=update)
     for state_dtype in ("bf16", "int8"):
-        if setting.state_dtype not in (state_dtype, "int8", "int4") and not setting.one_bit:
+        if setting.state_dtype not in (state_dtype, "int8", "int4"):
             yield f"--state-dtype {state_dtype}", question.changed(state_dtype=state_dtype)
     twice = _rounded(2 * setting.host_nbytes)
     yield f"--host-memory {_option(twice)}", question.changed(host_nbytes=twice)
@@ -209,7 +209,7 @@ def _smaller(question: Question) -> Iterator[tuple[str, dict[str, Any], int | No
     """Yield what stores less, or takes fewer tokens at once."""
     setting, method = question.setting, question.setting.method
     for state_dtype in ("bf16", "int8"):
-        if setting.state_dtype not in (state_dtype, "int8", "int4") and not setting.one_bit:
+        if setting.state_dtype not in (state_dtype, "int8", "int4"):
             yield f"--state-dtype {state_dtype}", {"state_dtype": state_dtype}, None
     if setting.durable:
         yield "no --durable", {"durable": False}, None

@@ -62,7 +62,7 @@ class Parameters:
         """Whether `parameter` is in a finished model of the engine."""
         return id(parameter) in self._places
 
-    def unit_of(self, parameter: nn.Parameter) -> tuple[Unit, int]:
+    def unit_of(self, parameter: torch.Tensor) -> tuple[Unit, int]:
         """Return a parameter's unit and its index there.
 
         Raises: UnsupportedError while the model is being built, and for a parameter that was replaced then.

@@ -36,10 +36,11 @@ class OneBitAdam(OffloadedOptimizer):
     rank, of several machines on each machine, whose ranks divide them; they lie where the state lies, and
     durable runs commit them. `infinity.save` has neither: after `infinity.load`, and after any change of
     weights between steps, momenta begin with the common one, and errors with zeros. `p.grad` shows the
-    momentum, once the variance is frozen. One rank exchanges nothing.
+    momentum, once the variance is frozen. One rank exchanges nothing. seed: as AdamW; momenta and errors
+    that ranks keep of what they send are fp32 with every state_dtype.
 
     Raises: ValueError for settings out of range, freeze_step below 1 among them, and for parameters that were
-    not built in Init; UnsupportedError for fp16, 16- and 8-bit state, accelerators, meshes, and experts and
+    not built in Init; UnsupportedError for fp16, masters in 24 bits, accelerators, meshes, and experts and
     rows that are built one by one.
     """
 
@@ -53,6 +54,7 @@ class OneBitAdam(OffloadedOptimizer):
         weight_decay: float = 0.0,
         *,
         max_norm: float | None = None,
+        seed: int = 0,
         **options: Any,
     ) -> None:
         if max_norm is not None:
@@ -69,7 +71,7 @@ class OneBitAdam(OffloadedOptimizer):
         defaults["weight_decay"] = weight_decay
         self._alone = recipe_of(partial(self._scalars_of, exchanged=False))
         """For parameters of one rank."""
-        super().__init__(params, defaults, recipe_of(partial(self._scalars_of, exchanged=True)))
+        super().__init__(params, defaults, recipe_of(partial(self._scalars_of, exchanged=True)), seed=seed)
 
     def recipe_of(self, parameter: torch.Tensor) -> Recipe:
         """See OffloadedOptimizer: ranks exchange momenta of their parameters, and one rank makes its own."""

@@ -125,10 +125,10 @@ class Setting:
                 f"secondary_shard={self.secondary_shard}: {self.near(self.data_ranks)} ranks of a machine "
                 "share a model, of which neighbours keep second parts together: expected a divisor of that"
             )
-        if self.one_bit and (self.dtype, self.state_dtype) not in (("bf16", "fp32"), ("fp32", "fp32")):
+        if self.one_bit and (self.dtype == "fp16" or self.master_dtype != "fp32"):
             raise ConfigError(
-                f"one_bit with dtype={self.dtype!r}, state_dtype={self.state_dtype!r}: OneBitAdam has "
-                "moments in fp32, of weights in bf16 or fp32"
+                f"one_bit with dtype={self.dtype!r}, master_dtype={self.master_dtype!r}: OneBitAdam has "
+                "weights in bf16 or fp32, with exact masters"
             )
         if (why := why_not(self._features())) is not None:
             raise ConfigError(why)

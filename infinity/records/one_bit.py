@@ -19,17 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from infinity import kernels
 from infinity.planning.coded import coded_nbytes, scales_nbytes
-from infinity.records.update_rules import (
-    ADAM_STATE,
-    ADAMW,
-    CHUNK_NUMEL,
-    Kernel,
-    Recipe,
-    UpdateSpan,
-    on_every_record,
-)
+from infinity.planning.layout import RecordSchema
+from infinity.records.stored_moments import read_moments, round_moments
+from infinity.records.update_rules import ADAM_STATE, ADAMW, CHUNK_NUMEL, Kernel, Recipe, UpdateSpan
+from infinity.records.weights import WEIGHTS, WIDEN
 from infinity.reference.one_bit import BLOCK, frozen_step, scales_of
 from infinity.reference.recipe import canonical_, f32
 from infinity.storage.memory import view
@@ -108,28 +102,32 @@ class FrozenScalars:
     given: bool
 
 
-def _frozen(span: UpdateSpan, scalars: FrozenScalars) -> None:
-    """Make a step of split masters."""
-    master = torch.empty(min(span.n, CHUNK_NUMEL), dtype=torch.float32, device="cpu")
-    dtype = torch.float32 if span.dtype == "f32" else torch.bfloat16
-    for start in range(0, span.n, CHUNK_NUMEL):
-        n = min(CHUNK_NUMEL, span.n - start)
-        hi, lo = (span.at[name] + 2 * start for name in ("hi", "lo"))
-        m, v = (floats(span.at[name] + 4 * start, n) for name in ("m", "v"))
-        given = torch.frombuffer(
-            view(span.grad + dtype.itemsize * start, n * dtype.itemsize), dtype=dtype
-        ).float()
-        p = master[:n]
-        kernels.join(n, hi, lo, p.data_ptr())
-        if scalars.given:
-            m.copy_(given)
-        else:
-            beta1 = scalars.group["betas"][0]
-            m.mul_(f32(beta1)).add_(given * f32(1 - beta1))
-        frozen_step(p, m, v, scalars.step, scalars.group)
-        for one in (p, m):
-            canonical_(one)
-        kernels.split(n, p.data_ptr(), hi, lo)
+def _frozen(schema: RecordSchema) -> Kernel:
+    """Return the kernel of a step whose variance keeps its bits."""
+    weights, names = WEIGHTS[schema.dtype], (*schema.weights, *schema.moments_of(("m", "v")))
+
+    def step(span: UpdateSpan, scalars: FrozenScalars) -> None:
+        wide = torch.empty((4, min(span.n, CHUNK_NUMEL)), dtype=torch.float32, device="cpu")
+        dtype = torch.float32 if span.dtype == "f32" else torch.bfloat16
+        for start in range(0, span.n, CHUNK_NUMEL):
+            n = min(CHUNK_NUMEL, span.n - start)
+            p, m, v, given = (one[:n] for one in wide)
+            at = {name: span.at[name] + schema.nbytes(name, start) for name in names}
+            weights.read_master(n, at, p.data_ptr())
+            read_moments(schema, n, at, {"m": m.data_ptr(), "v": v.data_ptr()})
+            WIDEN[dtype](n, span.grad + dtype.itemsize * start, given.data_ptr())
+            if scalars.given:
+                m.copy_(given)
+            else:
+                beta1 = scalars.group["betas"][0]
+                m.mul_(f32(beta1)).add_(given * f32(1 - beta1))
+            frozen_step(p, m, v, scalars.step, scalars.group)
+            for one in (p, m):
+                canonical_(one)
+            round_moments(schema, n, at, {"m": m.data_ptr()}, (span.key, span.first + start))
+            weights.write_master(n, p.data_ptr(), at)
+
+    return step
 
 
 def floats(address: int, numel: int) -> torch.Tensor:
@@ -145,10 +143,10 @@ def _either(warm: Kernel, frozen: Kernel) -> Kernel:
 
 
 def recipe_of(scalars: Any) -> Recipe:
-    """Return the update rule: of masters that are fp32, or split, and of fp32 moments."""
-    frozen = on_every_record(_frozen)
+    """Return the update rule: of masters that are fp32, or split, and of moments in any bits."""
     made = {
-        schema: _either(ADAMW.kernels[schema], frozen[schema])
-        for schema in (("bf16", "fp32"), ("fp32", "fp32"))
+        (dtype, state): _either(ADAMW.kernels[dtype, state], _frozen(RecordSchema(state, dtype)))
+        for dtype in ("bf16", "fp32")
+        for state in ("fp32", "bf16", "int8", "int4")
     }
     return Recipe("OneBitAdam", ADAM_STATE, scalars, made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -44,6 +45,30 @@ def read_moments(
         none = torch.zeros(numel, dtype=torch.uint8, device="cpu")
         of_m, of_v = (stored.get(name, none.data_ptr()) for name in ("m", "v"))
         kernels.dequantize(numel, of_m, of_v, stored["scale"], m, v)
+
+
+def round_moments(
+    schema: RecordSchema,
+    numel: int,
+    stored: Mapping[str, int],
+    values: Mapping[str, int],
+    noise: tuple[int, int],
+) -> None:
+    """Store what a step has made of those of `m` and `v` that `values` has, in fp32, rounded at random.
+
+    noise: the key of the step, and the parameter's element at which these begin. A moment that is not given
+    keeps its bits: what is on the grid of codes stays where it is, whatever else its block does.
+    """
+    if schema.state_dtype == "fp32":
+        write_moments(schema, numel, stored, values)
+        return
+    wide, narrow = torch.zeros((2, 2, numel), dtype=torch.float32, device="cpu")
+    others = {name: one.data_ptr() for name, one in zip(("m", "v"), wide, strict=True) if name not in values}
+    read_moments(schema, numel, stored, others)
+    m, v = ({**values, **others}[name] for name in ("m", "v"))
+    unkept = {name: one.data_ptr() for name, one in zip(("m", "v"), narrow, strict=True)}
+    state: Any = schema.state_dtype
+    kernels.round_moments(numel, state, m, v, {**unkept, **stored}, *noise)
 
 
 def write_moments(

@@ -76,6 +76,8 @@ class Recipe:
     """What it does with whole matrices before its kernels, which get the result in the place of the gradient,
     and no state; None for an elementwise recipe. See [Note: the muon step] in matrix_steps.
     """
+    in_codes: Mapping[str, str] | None = None
+    """As `state`, of records whose moments are codes; None: the same."""
 
     def stepped(self, schema: RecordSchema) -> tuple[str, ...]:
         """Return those of them that its kernels work on."""
@@ -83,7 +85,8 @@ class Recipe:
 
     def fields(self, schema: RecordSchema) -> tuple[str, ...]:
         """Return the fields of a record that hold its state, the scales of codes included."""
-        return schema.moments_of(self.state)
+        in_codes = schema.in_blocks and self.in_codes is not None
+        return schema.moments_of(self.in_codes if in_codes else self.state)
 
 
 def _adam_scalars(group: Mapping[str, Any], step: int, clip: float) -> kernels.AdamWScalars:

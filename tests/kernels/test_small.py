@@ -125,6 +125,33 @@ def test_each_step_equals_its_reference_bit_for_bit(isa, recipe, state, weights,
                 assert torch.equal(bits(expected), bits(fields[name])), (step, name)
 
 
+def round_moments(state, m, v, fields, key=KEY, first=0):
+    at = {name: field.data_ptr() for name, field in fields.items()}
+    kernels.round_moments(len(m), state, *addresses(m, v), at, key, first)
+
+
+@pytest.mark.parametrize("state", ["bf16", "int8", "int4"])
+def test_moments_that_others_have_made_are_rounded_as_those_of_a_step(isa, state):
+    n, generator = 1_301, torch.Generator().manual_seed(1)
+    sizes = 10.0 ** torch.randint(-20, 3, (2, n), generator=generator)
+    m, v = torch.randn((2, n), generator=generator) * sizes
+    v = v.abs()
+    m[::301], v[7::301] = torch.inf, torch.nan
+    stored, fields = reference_state.zero_moments(m, state), moments_of("adam", state, n)
+    reference_state.store(stored, m, v, KEY, state)
+    round_moments(state, m, v, fields)
+    for name, expected in as_in_records(state, stored).items():
+        assert torch.equal(bits(expected), bits(fields[name])), name
+    cut, parts = 768, moments_of("adam", state, n)
+    for start, end in ((0, cut), (cut, n)):
+        part = {
+            name: one[start // kernels.STATE_BLOCK * 2 :] if name == "scale" else one[start:end]
+            for name, one in parts.items()
+        }
+        round_moments(state, m[start:end], v[start:end], part, first=start)
+    assert all(torch.equal(bits(one), bits(parts[name])) for name, one in fields.items())
+
+
 def every_operation(n, offset, seed):
     """Run each step on slices that start `offset` elements into their storage; return what each gave."""
     slice_of = partial(shifted, offset=offset)
@@ -142,6 +169,10 @@ def every_operation(n, offset, seed):
             for step, grad in enumerate((*grads, *grads), 1):
                 run(recipe, weights, state, fields, slice_of(grad), settings(recipe, step, 0.3), first=offset)
             results |= {f"{recipe} {state} {weights} {name}": field for name, field in fields.items()}
+    for state in ("bf16", "int8", "int4"):
+        fields = {name: slice_of(field) for name, field in moments_of("adam", state, n).items()}
+        round_moments(state, slice_of(wild), slice_of(calm.square()), fields, first=offset)
+        results |= {f"rounded {state} {name}": field for name, field in fields.items()}
     codes = {name: slice_of(one) for name, one in moments_of("adam", "int4", n).items()}
     squares = calm.square()
     kernels.quantize4(n, *addresses(wild, squares, *codes.values()))
@@ -241,6 +272,8 @@ def test_what_cannot_be_meant_is_refused_at_the_border():
         kernels.small_step("adam", "fp32", "bf16", 1, at, 8, "f32", settings("adam", 1, 1.0), -1, 0)
     with pytest.raises(ValueError, match="dtype='f64'"):
         kernels.small_step("adam", "fp32", "bf16", 1, at, 8, "f64", settings("adam", 1, 1.0), 0, 0)
+    with pytest.raises(ValueError, match="first=-1"):
+        kernels.round_moments(1, "bf16", 8, 8, at, 0, -1)
     with pytest.raises(ValueError, match="v=0"):
         kernels.small_step(
             "adam", "fp32", "bf16", 1, {**at, "v": 0}, 8, "f32", settings("adam", 1, 1.0), 0, 0

@@ -7,7 +7,9 @@ import torch
 
 import infinity
 from infinity import ConfigError, UnsupportedError
+from infinity.engine.engine import engine_of_model
 from infinity.reference import ReferenceAdamW, one_bit, prepare
+from infinity.reference.moments import state_key, step_stored, widened
 from infinity.reference.recipe import f32, rounded
 
 GROUP = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
@@ -23,41 +25,71 @@ def loss_of(model, step):
     return model(inputs.to(next(model.parameters()).dtype)).float().square().mean()
 
 
-def in_memory(steps, freeze_step, dtype):
+def in_memory(steps, freeze_step, dtype, state_dtype):
+    """Return the weights, and the moments, which are rounded by the reference's rules."""
     model = layers() if dtype == "fp32" else prepare(layers())
-    optimizer = ReferenceAdamW(model.parameters(), **GROUP)
+    optimizer = ReferenceAdamW(model.parameters(), **GROUP, state_dtype=state_dtype, seed=3)
     for step in range(steps):
         loss_of(model, step).backward()
         if step < freeze_step:
             optimizer.step()
             model.zero_grad()
             continue
-        for one in model.parameters():
+        for number, one in enumerate(model.parameters()):
             state = optimizer.state[one]
             state["step"] += 1
-            state["exp_avg"].mul_(f32(0.9)).add_(one.grad.float() * f32(1 - 0.9))
-            group = {**GROUP, "freeze_step": freeze_step}
-            one_bit.frozen_step(state["master"], state["exp_avg"], state["exp_avg_sq"], state["step"], group)
+
+            def frozen(m, v, one=one, state=state):
+                m.mul_(f32(0.9)).add_(one.grad.float() * f32(1 - 0.9))
+                group = {**GROUP, "freeze_step": freeze_step}
+                one_bit.frozen_step(state["master"], m, v, state["step"], group)
+
+            step_stored(state, state_key(3, number, state["step"]), state_dtype, frozen)
             one.data.copy_(rounded(state["master"], one.dtype))
         model.zero_grad()
-    return model.state_dict(), [optimizer.state[one]["exp_avg_sq"] for one in model.parameters()]
+    return model.state_dict(), [widened(optimizer.state[one], state_dtype) for one in model.parameters()]
 
 
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_one_rank_freezes_the_variance_and_exchanges_nothing(dtype):
-    with infinity.Init(host_memory="16MiB", dtype=dtype):
+def test_one_rank_freezes_the_variance_and_exchanges_nothing(dtype, state_dtype):
+    with infinity.Init(host_memory="16MiB", dtype=dtype, state_dtype=state_dtype):
         model = layers()
-    optimizer = infinity.OneBitAdam(model.parameters(), freeze_step=3, **GROUP)
+    optimizer = infinity.OneBitAdam(model.parameters(), freeze_step=3, seed=3, **GROUP)
+    variances = []
     for step in range(6):
         loss_of(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
-    expected, variances = in_memory(6, 3, dtype)
+        if step >= 2:
+            variances.append([optimizer.state[one]["exp_avg_sq"] for one in model.parameters()])
+    expected, moments = in_memory(6, 3, dtype, state_dtype)
     for key, value in model.state_dict().items():
         assert torch.equal(value, expected[key]), key
-    for one, variance in zip(model.parameters(), variances, strict=True):
-        assert torch.equal(optimizer.state[one]["exp_avg_sq"], variance)
+    for number, (one, (m, v)) in enumerate(zip(model.parameters(), moments, strict=True)):
+        assert torch.equal(optimizer.state[one]["exp_avg"], m)
+        assert all(torch.equal(of_step[number], v) for of_step in variances)
     assert infinity.stats(model).exchanged_nbytes == {}
+
+
+@pytest.mark.disk
+@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
+def test_on_nvme_and_resumed_after_the_freeze_moments_in_fewer_bits_are_the_same(folder, state_dtype):
+    expected, _ = in_memory(6, 2, "bf16", state_dtype)
+    for first, last in ((0, 4), (4, 6)):
+        init = {"nvme": folder, "host_memory": "256KiB", "state_dtype": state_dtype, "durable": True}
+        with infinity.Init(**init):
+            model = layers()
+        optimizer = infinity.OneBitAdam(model.parameters(), freeze_step=2, seed=3, **GROUP)
+        assert infinity.resume(model, optimizer) == first
+        for step in range(first, last):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        infinity.commit(model)
+        weights = model.state_dict()
+        engine_of_model(model).close()
+    assert all(torch.equal(value, expected[key]) for key, value in weights.items())
 
 
 def test_weights_without_a_gradient_up_to_the_freeze_stay_where_they_are():

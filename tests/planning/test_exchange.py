@@ -99,6 +99,7 @@ def test_errors_are_kept_of_every_ranks_part_and_of_several_machines_of_the_sums
         ({"secondary_shard": 2, "shared_memory": True}, "shared_memory=True with secondary_shard=2"),
         ({"one_bit": True, "quantized_gradients": "int8"}, "one_bit=True with quantized_gradients='int8'"),
         ({"one_bit": True, "dtype": "fp16"}, "one_bit with dtype='fp16'"),
+        ({"one_bit": True, "master_dtype": "fp24"}, "one_bit with dtype='bf16', master_dtype='fp24'"),
         ({"error_feedback": True}, "error_feedback without quantized_gradients"),
         (
             {"error_feedback": True, "quantized_gradients": "int8", "dtype": "fp16"},

@@ -14,9 +14,10 @@ from places import SUPPORT
 EVERY = [
     *("layers", "one by one", "llama", "nvme", "no_sync", "frozen", "blocks", "fp32", "stage 1", "stage 2"),
     *("durable", "dropped", "thawed", "resumed and loaded", "beside one rank"),
+    *("bf16", "int8", "int8 on nvme", "int4", "int8, durable"),
 ]
 """Cases that are compared with the reference, on two ranks."""
-ON_THREE = ["layers", "llama", "nvme", "no_sync", "frozen", "blocks", "stage 2", "dropped", "thawed"]
+ON_THREE = ["layers", "llama", "nvme", "no_sync", "frozen", "blocks", "stage 2", "dropped", "thawed", "int8"]
 """Those of them on three."""
 OTHERS = ["loaded", "twice", "clipped", "json"]
 
@@ -28,7 +29,7 @@ def answers(folder, ranks, cases, **more):
 
 @pytest.mark.multi
 def test_after_the_freeze_ranks_send_a_14th_of_the_bytes_with_the_bits_of_one_process(tmp_path):
-    cases = ["one by one", "dropped"]
+    cases = ["one by one", "dropped", "int8"]
     given = answers(tmp_path, 2, cases)
     assert_as_reference(given, cases)
     for one in given:
@@ -62,7 +63,7 @@ def test_every_path_of_a_training_has_the_bits_of_one_process(tmp_path, ranks):
 @pytest.mark.disk
 @pytest.mark.parametrize("machines", [2, 3])
 def test_between_machines_goes_a_14th_of_the_bytes(tmp_path, machines):
-    cases = ["layers", "llama", "nvme", "no_sync", "qwZ and second parts"]
+    cases = ["layers", "llama", "nvme", "no_sync", "qwZ and second parts", "int8"]
     given = answers(tmp_path, 2 * machines, [*cases, "crossed"], **{LOCAL_SIZE: "2"})
     assert_as_reference(given, cases)
     for one in given:

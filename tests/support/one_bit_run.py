@@ -9,6 +9,7 @@ all cases that differ in where what lies.
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,13 +22,14 @@ from coded_run import MODELS, build, loss_of, mean, reference_of, summed, train
 from infinity.engine.engine import engine_of_model
 from infinity.ranks.machines import LOCAL_SIZE
 from infinity.reference import ReferenceAdamW, one_bit, prepare
+from infinity.reference.moments import state_key, step_stored, widened
 from infinity.reference.recipe import rounded
 
 GROUP = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.99)}
 
 
-def in_one_process(name, *, steps, freeze, micro=1, frozen=None, dtype=None):
-    """Return the losses of each rank, the weights, and the momenta and variances."""
+def in_one_process(name, *, steps, freeze, micro=1, frozen=None, dtype=None, state_dtype="fp32"):
+    """Return the losses of each rank, the weights, and the momenta and variances in fp32."""
     torch.manual_seed(0)
     model, ranks = MODELS[name](), dist.get_world_size()
     model = prepare(model) if dtype is None else model
@@ -36,7 +38,8 @@ def in_one_process(name, *, steps, freeze, micro=1, frozen=None, dtype=None):
     for key, one in model.named_parameters():
         one.requires_grad_(frozen is None or frozen not in key)
     trained = [one for one in model.parameters() if one.requires_grad]
-    optimizer, losses, state = ReferenceAdamW(trained, **GROUP), [[] for _ in range(ranks)], {}
+    optimizer = ReferenceAdamW(trained, **GROUP, state_dtype=state_dtype)
+    losses, state = [[] for _ in range(ranks)], {}
     for step in range(steps):
         rows = []
         for rank in range(ranks):
@@ -55,17 +58,17 @@ def in_one_process(name, *, steps, freeze, micro=1, frozen=None, dtype=None):
             optimizer.zero_grad()
             continue
         with torch.no_grad():
-            for one, *of_one in zip(trained, *rows, strict=True):
-                frozen_step(optimizer, one, of_one, state, workers, near, freeze)
-    moments = [{key: optimizer.state[one][key] for key in ("exp_avg", "exp_avg_sq")} for one in trained]
+            for number, (one, *of_one) in enumerate(zip(trained, *rows, strict=True)):
+                its = optimizer.state[one]
+                its["step"] += 1
+                step_of = partial(frozen_step, its, one, of_one, state, workers, near, freeze)
+                step_stored(its, state_key(0, number, its["step"]), state_dtype, step_of)
+    moments = [dict(zip("mv", widened(optimizer.state[one], state_dtype), strict=True)) for one in trained]
     return losses, model.state_dict(), moments
 
 
-def frozen_step(optimizer, parameter, rows, state, workers, near, freeze):
-    """Make the step of one parameter, of which `rows` has each rank's gradient."""
-    of_one = optimizer.state[parameter]
-    of_one["step"] += 1
-    m, v = of_one["exp_avg"], of_one["exp_avg_sq"]
+def frozen_step(of_one, parameter, rows, state, workers, near, freeze, m, v):
+    """Make the step of one parameter, of which `rows` has each rank's gradient, on its moments in fp32."""
     kept = state.setdefault(parameter, [(m.clone(), torch.zeros_like(m)) for _ in range(workers)])
     sent = []
     for worker, (w, e) in enumerate(kept):
@@ -86,7 +89,7 @@ def compare(name, *, steps=6, freeze=2, micro=1, once=False, frozen=None, **fiel
         freeze=freeze,
         micro=micro,
         frozen=frozen,
-        dtype=fields.get("dtype"),
+        **{key: fields[key] for key in ("dtype", "state_dtype") if key in fields},
     )
     model = build(name, frozen, **fields)
     trained = [one for one in model.parameters() if one.requires_grad]
@@ -103,8 +106,8 @@ def compare(name, *, steps=6, freeze=2, micro=1, once=False, frozen=None, **fiel
     for one, of_one in zip(trained, moments, strict=True):
         m, v = engine.parameters.read(one, ["m", "v"])
         name = engine.parameters.name_of(one)
-        different += [] if torch.equal(m, of_one["exp_avg"]) else [f"m of {name}"]
-        different += [] if torch.equal(v, of_one["exp_avg_sq"]) else [f"v of {name}"]
+        different += [] if torch.equal(m, of_one["m"]) else [f"m of {name}"]
+        different += [] if torch.equal(v, of_one["v"]) else [f"v of {name}"]
     crossed = engine.partition._reduces.crossed_nbytes
     return {
         "different": different + (["losses"] if losses != expected_losses else []),
@@ -127,15 +130,15 @@ def crossed():
     return {"steps": seen}
 
 
-def durable():
+def durable(**fields):
     """Commit a run past the freeze, resume it, and compare with one that never stopped."""
     shown = []
     for stops in (False, True):
-        folder = Path(os.environ["RANKS_DISK"], f"durable {stops}")
+        folder = Path(os.environ["RANKS_DISK"], f"durable {stops} {fields}")
         folder.mkdir(exist_ok=True)
         losses = []
         for first, last in ((0, 4), (4, 7)) if stops else ((0, 7),):
-            model = build("layers", nvme=str(folder), host_memory="64MiB", durable=True)
+            model = build("layers", nvme=str(folder), host_memory="64MiB", durable=True, **fields)
             optimizer = infinity.OneBitAdam(model.parameters(), freeze_step=2, **GROUP)
             begun = infinity.resume(model, optimizer)
             assert begun == first
@@ -317,6 +320,11 @@ CASES = {
     "qwZ and second parts": lambda: compare("layers", secondary_shard="machine"),
     "crossed": crossed,
     "durable": durable,
+    "bf16": lambda: compare("layers", state_dtype="bf16"),
+    "int8": lambda: compare("layers", state_dtype="int8"),
+    "int8 on nvme": lambda: compare("llama", state_dtype="int8", **NVME),
+    "int4": lambda: compare("layers", state_dtype="int4"),
+    "int8, durable": lambda: durable(state_dtype="int8"),
     "loaded": loaded,
     "beside one rank": beside_one_rank,
     "twice": twice,
