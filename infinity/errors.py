@@ -39,7 +39,9 @@ class UnsupportedError(InfinityError, RuntimeError):
 
 
 class RanksError(InfinityError, RuntimeError):
-    """The ranks of a run did not run the same operations in the same order, or some of them have ended."""
+    """The ranks of a run did not run the same operations in the same order, or some of them have ended, or a
+    process that weights are streamed to or from.
+    """
 
 
 def meant(name: str, known: Iterable[str]) -> str:

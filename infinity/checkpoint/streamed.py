@@ -6,6 +6,7 @@ the memory of the whole model; here one tensor is in memory at a time, of expert
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from infinity.checkpoint.inventory import Inventory
+from infinity.checkpoint.ring import check_name, receives_from, sends_to
 from infinity.engine.engine import engine_of
 from infinity.errors import RanksError
 from infinity.ranks.groups import backend_of
@@ -25,8 +27,10 @@ Named = tuple[str, torch.Tensor]
 
 def stream_weights(
     model: nn.Module,
-    to: Callable[[str, torch.Tensor], object] | dist.ProcessGroup | None,
+    to: Callable[[str, torch.Tensor], object] | str | dist.ProcessGroup | None,
     dtype: torch.dtype | None = None,
+    *,
+    timeout_s: float = 600.0,
 ) -> int:
     """Send a model's weights and persistent buffers to `to`, one by one, and return the bytes that were sent.
 
@@ -34,40 +38,49 @@ def stream_weights(
     then 2 bytes of each 16-bit weight are read, and nothing is written.
 
     model: built in Init. to: called with the name of each, as in `model.state_dict()`, and a CPU tensor that
-    is its own to keep; or a process group of this rank and of those that call `receive_weights`; None for a
-    rank that has nobody to send to. dtype: torch.float32 for the masters; None for each weight's own type. A
-    weight that is used under several names is sent once, under the first.
+    is its own to keep; or a name, under which another process of this machine and user calls
+    `receive_weights`, which it comes to in shared memory; or a process group of this rank and of those that
+    call that; None for a rank that has nobody to send to. dtype: torch.float32 for the masters; None for each
+    weight's own type. A weight that is used under several names is sent once, under the first. timeout_s:
+    seconds to wait, of a name, until its process comes, and then each time until it takes what was sent.
 
     Raises: ValueError for another dtype, and for a model that was not built in Init; what `to` raises, which
-    ends it; CorruptionError.
+    ends it; RanksError where the process of that name does not come, takes nothing, or has ended;
+    CorruptionError.
     """
     if dtype not in (None, torch.float32):
         raise ValueError(f"dtype={dtype}: expected torch.float32, for the masters, or None")
-    send = _to_group(to) if isinstance(to, dist.ProcessGroup) else to
     sent_nbytes = 0
-    try:
+    with _sending(to, timeout_s) as send:
         for name, values in _weights(model, "hi" if dtype is None else "master"):
             if send is not None:
                 sent_nbytes += values.nbytes
                 send(name, values)
             del values  # the next one takes its place in memory
-    except BaseException as error:
-        if isinstance(to, dist.ProcessGroup):
-            _broadcast_header(to, dist.get_rank(), f"{type(error).__name__}: {error}")
-        raise
-    if isinstance(to, dist.ProcessGroup):
-        _broadcast_header(to, dist.get_rank(), None)
     return sent_nbytes
 
 
-def receive_weights(group: dist.ProcessGroup, source: int = 0) -> Iterator[Named]:
+def receive_weights(
+    group: dist.ProcessGroup | str, source: int = 0, *, timeout_s: float = 600.0
+) -> Iterator[Named]:
     """Yield the names and tensors that `stream_weights(model, group)` sends, in a process without the model.
 
-    group: this rank, the sender, and others that receive; gloo's on the CPU, NCCL's on the current device.
-    source: the sender's rank in the whole world. Take all of them: the sender waits until they are taken.
+    group: a name that the sender gives, too, a process of this machine and user: one stream at a time from
+    one to one, in host memory. Or a group of this rank, the sender, and others that receive; gloo's on the
+    CPU, NCCL's on the current device; source: the sender's rank in the whole world. Take all of them: the
+    sender waits until they are taken. timeout_s: seconds to wait, of a name, until the sender comes, and then
+    for each part of its weights.
 
-    Raises: RanksError with what the sender failed of.
+    Raises: RanksError with what the sender failed of; of a name also where it does not come, sends nothing
+    more, or has ended. ValueError for what cannot be a name.
     """
+    if isinstance(group, str):
+        check_name(group, timeout_s)
+        return receives_from(group, timeout_s)
+    return _from_group(group, source)
+
+
+def _from_group(group: dist.ProcessGroup, source: int) -> Iterator[Named]:
     device = _device_of(group)
     while True:
         header = _broadcast_header(group, source)
@@ -80,6 +93,16 @@ def receive_weights(group: dist.ProcessGroup, source: int = 0) -> Iterator[Named
         dist.broadcast(values, source, group)
         yield name, values
         del values
+
+
+def _sending(
+    to: Callable[[str, torch.Tensor], object] | str | dist.ProcessGroup | None, timeout_s: float
+) -> contextlib.AbstractContextManager[Callable[[str, torch.Tensor], object] | None]:
+    """Return a context with what sends to `to`, and which tells it of the end and of errors."""
+    if isinstance(to, str):
+        check_name(to, timeout_s)
+        return sends_to(to, timeout_s)
+    return _to_group(to) if isinstance(to, dist.ProcessGroup) else contextlib.nullcontext(to)
 
 
 def _weights(model: nn.Module, field: str) -> Iterator[Named]:
@@ -114,14 +137,20 @@ def _weights(model: nn.Module, field: str) -> Iterator[Named]:
         yield name, tensor.detach().to("cpu", copy=True)
 
 
-def _to_group(group: dist.ProcessGroup) -> Callable[[str, torch.Tensor], None]:
+@contextlib.contextmanager
+def _to_group(group: dist.ProcessGroup) -> Iterator[Callable[[str, torch.Tensor], None]]:
     device, source = _device_of(group), dist.get_rank()
 
     def send(name: str, values: torch.Tensor) -> None:
         _broadcast_header(group, source, (name, values.dtype, tuple(values.shape)))
         dist.broadcast(values.to(device).contiguous(), source, group)
 
-    return send
+    try:
+        yield send
+    except BaseException as error:
+        _broadcast_header(group, source, f"{type(error).__name__}: {error}")
+        raise
+    _broadcast_header(group, source, None)
 
 
 def _broadcast_header(group: dist.ProcessGroup, source: int, header: Any = None) -> Any:

@@ -51,6 +51,7 @@ _MADV_REMOVE = 9
 _PEER = struct.Struct("3i")
 """Of SO_PEERCRED: process, user, group."""
 _RANK = struct.Struct("=q")
+_CURE = "Config(shared_memory=False) needs none"
 _PEER_S = 5.0
 """Seconds in which one that has connected says which rank it is."""
 PAGE = mmap.PAGESIZE
@@ -85,7 +86,7 @@ def why_not_here() -> str:
     if limit := why_no_room():
         return limit
     try:
-        memory = SharedMemory(_made(PAGE), PAGE)
+        memory = SharedMemory(make_file(PAGE), PAGE)
         with contextlib.closing(memory), contextlib.ExitStack() as opened:
             listening = opened.enter_context(_listens(secrets.token_hex(16).encode(), 1))
             peer = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -114,14 +115,14 @@ def place_number() -> int:
 class SharedMemory:
     """A file in memory, mapped; see [Note: nameless memory]. It lives as long as any rank's mapping of it."""
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
-        """Map the file whole. descriptor: closed by `close`."""
-        self.nbytes = nbytes
+    def __init__(self, descriptor: int, nbytes: int, cure: str = _CURE) -> None:
+        """Map the file whole. descriptor: closed by `close`. cure: for the errors of mappings."""
+        self.nbytes, self._cure = nbytes, cure
         self._closing = weakref.finalize(self, os.close, descriptor)
         self._closing.atexit = False
         self._descriptor = descriptor
         _OPEN.add(self)
-        self._whole = _mapped(descriptor, 0, nbytes, mmap.MAP_SHARED)
+        self._whole = _mapped(descriptor, 0, nbytes, mmap.MAP_SHARED, cure)
         self.address = ctypes.addressof(self._whole)
         """Where this rank writes."""
 
@@ -143,7 +144,7 @@ class SharedMemory:
         if not self._closing.alive:
             raise ValueError("the memory that ranks share is closed, and nothing is brought there any more")
         flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
-        return _mapped(self._descriptor, offset, nbytes, flags, forks=forks)
+        return _mapped(self._descriptor, offset, nbytes, flags, self._cure, forks=forks)
 
     def numbers(self, count: int) -> Any:
         """Return the first 64-bit integers of it. The caller keeps this object alive."""
@@ -189,13 +190,13 @@ def is_zeros(address: int, nbytes: int) -> bool:
     return first and not _LIBC.memcmp(address, address + 1, nbytes - 1)
 
 
-def _mapped(descriptor: int, offset: int, nbytes: int, flags: int, *, forks: bool = False) -> Any:
+def _mapped(descriptor: int, offset: int, nbytes: int, flags: int, cure: str, *, forks: bool = False) -> Any:
     """Map a part of a file. Raises: OSError."""
     address = _LIBC.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
     if address == _FAILED:
         raise _error(
-            f"cannot map {nbytes} bytes of shared memory (vm.max_map_count limits the mappings of a process: "
-            "one for each layer that is there; Config(shared_memory=False) needs none)"
+            f"cannot map {nbytes} bytes of shared memory (vm.max_map_count limits the mappings of a process, "
+            f"of which ranks have one for each layer that is there). {cure}"
         )
     buffer = (ctypes.c_char * nbytes).from_address(address)
     weakref.finalize(buffer, _unmap, os.getpid(), address, nbytes).atexit = False
@@ -244,7 +245,7 @@ def open_shared(ranks: Ranks, nbytes: int, timeout_s: float) -> SharedMemory:
     with contextlib.ExitStack() as listens:
         with ranks.together(what):
             if ranks.rank == first:
-                memory, name = SharedMemory(_made(nbytes), nbytes), secrets.token_hex(16).encode()
+                memory, name = SharedMemory(make_file(nbytes), nbytes), secrets.token_hex(16).encode()
                 listening = listens.enter_context(_listens(name, len(ranks.near)))
         name = ranks.each(name, what)[first]
         with ranks.together(what):
@@ -254,8 +255,8 @@ def open_shared(ranks: Ranks, nbytes: int, timeout_s: float) -> SharedMemory:
     return memory
 
 
-def _made(nbytes: int) -> int:
-    """Make the file. Raises: OSError with its size, and what limits it."""
+def make_file(nbytes: int, what: str = "memory that ranks share", cure: str = _CURE) -> int:
+    """Make a file in memory. what, cure: for errors. Raises: OSError with its size, and what limits it."""
     descriptor = os.memfd_create("infinity", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, nbytes)
@@ -265,9 +266,8 @@ def _made(nbytes: int) -> int:
         why = f" ({limit} limits files of this process, those in memory too: raise it)" if limit else ""
         raise OSError(
             error.errno,
-            f"memory that ranks share, of {format_size(nbytes)} ({nbytes} bytes, of which what is in use "
-            f"takes memory), cannot be made: {error.strerror}{why}. Config(shared_memory=False) "
-            "needs none",
+            f"{what}, of {format_size(nbytes)} ({nbytes} bytes, of which what is in use takes memory), "
+            f"cannot be made: {error.strerror}{why}. {cure}",
         ) from error
     return descriptor
 
@@ -305,9 +305,15 @@ def _pass_on(listening: socket.socket, memory: SharedMemory, ranks: set[int], ti
             ) from None
 
 
+def process_of(peer: socket.socket) -> tuple[int, int]:
+    """Return the process at the other end of a socket, and its user."""
+    process, user, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return process, user
+
+
 def _answer(peer: socket.socket, memory: SharedMemory) -> int:
     """Give one that has connected the descriptor; return its rank, -1 for one that is no rank."""
-    _, user, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    _, user = process_of(peer)
     with contextlib.suppress(OSError):
         said = peer.recv(_RANK.size) if user == os.geteuid() else b""
         if len(said) == _RANK.size:

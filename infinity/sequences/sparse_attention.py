@@ -14,6 +14,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,9 @@ class SparseAttention:
 
     Raises: ConfigError for options that do not fit, and a model that is sparse already; UnsupportedError for
     a model whose attention is not transformers' interface, encoder-decoders, models of several parts,
-    eager and flash attention, sequences that ranks share, and heads that differ under flex attention.
+    eager and flash attention, sequences that ranks share, and heads that differ under flex attention. In a
+    forward UnsupportedError where the layout would be lost: a mask of queries and keys, or another attention
+    that the model was given since (set_attn_implementation).
     """
 
     def __init__(
@@ -80,7 +83,8 @@ class SparseAttention:
         _inner_of[self._name] = inner
         self._install(model)
         models = [one for one in model.modules() if hasattr(one, "set_attn_implementation")]
-        self._hooks = [one.register_forward_pre_hook(_refuse_masks, with_kwargs=True) for one in models]
+        check = partial(_see_that_the_layout_holds, self._name)
+        self._hooks = [one.register_forward_pre_hook(check, with_kwargs=True) for one in models]
         _of_models[model] = self
 
     def blocks(self, tokens: int) -> torch.Tensor:
@@ -195,8 +199,18 @@ def _check(model: Any) -> None:
         )
 
 
-def _refuse_masks(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Raises: UnsupportedError for masks that transformers would take as they are, without the layout."""
+def _see_that_the_layout_holds(name: str, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raises: UnsupportedError for another attention than ours of this name, and for masks that transformers
+    would take as they are: either way the forward would be without the layout.
+    """
+    now = model.config._attn_implementation  # noqa: SLF001 - transformers has no other name for it
+    if now != name:
+        raise UnsupportedError(
+            f"{type(model).__name__} was given another attention after SparseAttention, as by "
+            f"set_attn_implementation({now!r}): the layout of blocks would be lost. Call remove() of the "
+            "SparseAttention first; for a layout above that attention make SparseAttention(..., "
+            f"implementation={now!r}) then"
+        )
     mask = kwargs.get("attention_mask")
     for one in (*args, mask):
         finished = isinstance(one, torch.Tensor) and one.dim() == 4  # of queries and keys

@@ -118,9 +118,13 @@ def test_what_cannot_be_sent_is_refused(folder, model, dtype, says):
 
 
 @pytest.mark.multi
-def test_processes_of_a_group_receive_the_weights_and_the_senders_errors(tmp_path):
-    forked(3, SUPPORT / "streamed_run.py", tmp_path)
-    sender, *others = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3))
+def test_ranks_that_divide_a_model_send_it_to_a_group_and_to_a_name_and_processes_are_told_of_errors(
+    tmp_path,
+):
+    forked(4, SUPPORT / "streamed_run.py", tmp_path)
+    sender, second, *others = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4))
+    assert len(set(sender["nbytes"])) == 1
+    assert second["nbytes"] == [0, 0]
+    assert [one["digests"] for one in others] == [[sender["digests"]] * 2, [sender["digests"]]]
     for one in others:
-        assert one["digests"] == sender["digests"]
         assert "rank 0 of the world, which sends its weights, has failed: OSError: planted" in one["error"]

@@ -47,7 +47,7 @@ def on_last(call):
 
 
 FAULTS = {
-    "files in memory": lambda patch: patch.setattr(shared_memory, "_made", forbidden),
+    "files in memory": lambda patch: patch.setattr(shared_memory, "make_file", forbidden),
     "sockets": lambda patch: patch.setattr(shared_memory, "_listens", forbidden),
     "connecting, of one rank": lambda patch: patch.setattr(
         shared_memory, "_received", on_last(shared_memory._received)

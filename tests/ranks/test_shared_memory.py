@@ -104,7 +104,7 @@ def test_memory_that_is_let_go_of_is_closed():
 
 def test_a_rank_that_does_not_come_is_named_and_a_stranger_gets_nothing(monkeypatch):
     monkeypatch.setattr(shared_memory, "_PEER_S", 0.05)
-    memory = SharedMemory(shared_memory._made(PAGE), PAGE)
+    memory = SharedMemory(shared_memory.make_file(PAGE), PAGE)
     name = b"test" + str(os.getpid()).encode()
     with shared_memory._listens(name, 3) as listening, socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(listening.getsockname())
@@ -119,7 +119,7 @@ def test_a_rank_that_does_not_come_is_named_and_a_stranger_gets_nothing(monkeypa
 def test_other_users_are_given_nothing(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
     monkeypatch.setattr(shared_memory, "_PEER_S", 0.05)
-    memory = SharedMemory(shared_memory._made(PAGE), PAGE)
+    memory = SharedMemory(shared_memory.make_file(PAGE), PAGE)
     here, there = socket.socketpair(socket.AF_UNIX)
     with here, there:
         there.sendall(bytes(8))
@@ -128,7 +128,7 @@ def test_other_users_are_given_nothing(monkeypatch):
 
 def test_a_process_that_is_killed_leaves_the_memory_to_the_others_alone():
     name = b"killed" + str(os.getpid()).encode()
-    memory = SharedMemory(shared_memory._made(PAGE), PAGE)
+    memory = SharedMemory(shared_memory.make_file(PAGE), PAGE)
     with shared_memory._listens(name, 1) as listening:
 
         def other(say):
@@ -150,7 +150,7 @@ def test_a_limit_of_file_sizes_is_told_with_both_sizes_and_the_cure():
     def work(say):
         resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, PAGE))
         try:
-            shared_memory._made(1 << 20)
+            shared_memory.make_file(1 << 20)
         except OSError as error:
             say(number=error.errno, told=str(error))
 

@@ -190,3 +190,19 @@ def test_a_mask_of_queries_and_keys_is_refused_where_the_layout_would_be_lost():
             one(input_ids=models.batch(0), attention_mask=mask)
         with pytest.raises(UnsupportedError, match="no layout of blocks is added"):
             one(input_ids=models.batch(0), attention_mask={"full_attention": mask})
+
+
+@pytest.mark.parametrize("other", ["sdpa", "eager"])
+def test_another_attention_that_the_model_is_given_is_an_error_and_not_a_dense_forward(other):
+    model, ids = llama(), models.batch(0)
+    sparse = infinity.SparseAttention(model, "sliding", block=2)
+    expected = model(input_ids=ids).logits
+    model.set_attn_implementation(other)
+    for one in (model, model.model):
+        with pytest.raises(UnsupportedError, match=rf"set_attn_implementation\('{other}'\).*remove\(\)"):
+            one(input_ids=ids)
+    sparse.remove()
+    model.set_attn_implementation(other)
+    model(input_ids=ids)
+    infinity.SparseAttention(model, "sliding", block=2, implementation="sdpa")
+    assert torch.equal(model(input_ids=ids).logits, expected)

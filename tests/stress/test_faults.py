@@ -51,6 +51,15 @@ def test_a_kill_and_a_power_cut_of_every_other_kind_of_training(folder, capsys):
     kinds = "slices", "speculation", "speculation by turns", "generation", "three tiers"
     for kind in (*kinds, "ranks that share memory"):
         assert f"kill -9: {kind}" in said
+        assert f"power cut: {kind}" in said
+
+
+@pytest.mark.slow
+def test_the_sweep_notices_a_drive_of_ranks_that_keeps_nothing_of_what_it_has_flushed(folder, monkeypatch):
+    bench = faults.Bench(folder, jobs=1, seed=7)
+    monkeypatch.setattr(trials.PowerCut, "flushed", lambda *_: None)
+    bench.run("power cut", (bench.cut_ranks(number, shared_memory=True) for number in (2, 3, 4)))
+    assert bench.counts["power cut"]["WRONG"]
 
 
 def test_the_sweep_notices_a_wrong_number_a_lost_step_and_a_hang():

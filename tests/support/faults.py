@@ -191,15 +191,40 @@ class Bench:
                     one.status == signal.SIGKILL for one in team.children
                 )
                 at_least = max([at_least, *(one.get("committed") or 0 for one in team.last)])
-            team = yield trials.together(str(folder), RANKS, **settings)
-            for child, losses, plain in zip(team.children, team.losses, expected.losses, strict=True):
-                last = {key: value for line in child.said for key, value in line.items()}
-                if child.status or last["first"] < at_least or losses.items() - plain.items():
-                    return "WRONG", f"seed {self.seed}, ranks {number}, {settings}: {child.said}"
-            same = [one["digest"] for one in team.last] == [one["digest"] for one in expected.last]
-            return ("same bits", None) if same else ("WRONG", f"ranks {number}, {settings}: other bits")
+            where = f"seed {self.seed}, ranks {number}, {settings}"
+            return (yield from self.finish_ranks(folder, settings, at_least, where))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def cut_ranks(self, number, **more):
+        """Cut the power of a machine's ranks, of all at a random event of one's store."""
+        rng = trials.rng_of(f"{self.seed} cut of ranks {number}")
+        update, which = rng.choice(["forward", "backward", "auto"]), rng.randrange(RANKS)
+        settings = {"update": update, "shared_memory": False, **more}
+        expected = yield from self.plain_ranks(settings)
+        folder = self.folder()
+        journals = [folder / f"journal-{rank}" for rank in range(RANKS)]
+        nth = rng.randint(1, int(expected.last[which]["pieces"] * 1.2))
+        try:
+            before = trials.cut_off_together(nth, which, journals)
+            team = yield trials.together(str(folder), RANKS, before, **settings)
+            at_least = max([0, *(one.get("committed") or 0 for one in team.last)])
+            for journal in journals:
+                trials.lose_power(journal, rng)
+            where = f"seed {self.seed}, cut of ranks {number} at {nth} of {which}, {settings}"
+            return (yield from self.finish_ranks(folder, settings, at_least, where))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def finish_ranks(self, folder, settings, at_least, where):
+        """Resume ranks, to the end; return how that ended, and what is wrong with it."""
+        expected = yield from self.plain_ranks(settings)
+        team = yield trials.together(str(folder), RANKS, **settings)
+        for child, losses, plain in zip(team.children, team.losses, expected.losses, strict=True):
+            if child.status or child.last["first"] < at_least or losses.items() - plain.items():
+                return "WRONG", f"{where}: {child.said}"
+        same = [one["digest"] for one in team.last] == [one["digest"] for one in expected.last]
+        return ("same bits", None) if same else ("WRONG", f"{where}: other bits")
 
     def plain_ranks(self, settings):
         """What undisturbed ranks give."""
@@ -248,6 +273,10 @@ class Bench:
             self.run(
                 "kill -9: ranks that share memory",
                 (self.kill_ranks(number, shared_memory=True) for number in range(each)),
+            )
+            self.run(
+                "power cut: ranks that share memory",
+                (self.cut_ranks(number, shared_memory=True) for number in range(each)),
             )
         finally:
             fragile_kinds.clean_up()

@@ -1,6 +1,9 @@
-"""Rank 0 streams its weights to two others, which have no model; then it fails amid a second time."""
+"""Ranks 0 and 1 have a model; rank 0 streams its weights to two others, which have none, then to one of them
+by a name; then both fail amid another time.
+"""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -15,13 +18,16 @@ from infinity.tensors import digest
 FOLDER = Path(sys.argv[1])
 
 
-def sender(group):
+NAME = f"streamed-{os.environ['MASTER_PORT']}"
+
+
+def trainer(rank, group, trainers):
     import transformers
 
-    alone = dist.new_group([0])
-    with infinity.Init(nvme=str(FOLDER), host_memory="2MiB", process_group=alone):
+    with infinity.Init(nvme=str(FOLDER), host_memory="2MiB", process_group=trainers):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**models.SIZES))
-    infinity.stream_weights(model, group)
+    first = rank == 0
+    nbytes = [infinity.stream_weights(model, to if first else None) for to in (group, NAME)]
     digests = {name: digest(one) for name, one in model.state_dict().items()}
     read, count = Parameters.read, iter(range(3))
 
@@ -32,14 +38,16 @@ def sender(group):
 
     Parameters.read = fails
     try:
-        infinity.stream_weights(model, group)
+        infinity.stream_weights(model, group if first else None)
     except OSError as error:
-        return {"digests": digests, "error": str(error)}
+        return {"digests": digests, "error": str(error), "nbytes": nbytes}
 
 
-def receiver(group):
-    dist.new_group([0])
-    digests = {name: digest(one) for name, one in infinity.receive_weights(group)}
+def receiver(rank, group, _trainers):
+    streams = [infinity.receive_weights(group)]
+    if rank == 2:
+        streams.append(infinity.receive_weights(NAME))
+    digests = [{name: digest(one) for name, one in stream} for stream in streams]
     try:
         list(infinity.receive_weights(group))
     except infinity.RanksError as error:
@@ -48,6 +56,6 @@ def receiver(group):
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-rank, everybody = dist.get_rank(), dist.new_group()
-(FOLDER / f"{rank}.json").write_text(json.dumps((receiver if rank else sender)(everybody)))
+rank, those = dist.get_rank(), [dist.new_group(ranks) for ranks in ([0, 2, 3], [0, 1])]
+(FOLDER / f"{rank}.json").write_text(json.dumps((trainer if rank < 2 else receiver)(rank, *those)))
 dist.destroy_process_group()

@@ -91,7 +91,7 @@ def train(say, folder, steps=STEPS, save=None, copy=None, **settings):
             say(copied=infinity.snapshot(run.model, copy).step)
     infinity.commit(run.model)
     say(committed=run.committed)
-    say(digest=digest(run), now="the end")
+    say(digest=digest(run), now="the end", pieces=run.engine.nvme_store.engine.statistics().pieces)
     run.kill()
 
 
@@ -203,17 +203,21 @@ def with_fault(nth, result, folder, settings, steps=3):
 
 
 class PowerCut:
-    """Notes what every write since the last flush has overwritten, and ends the process at the nth event."""
+    """Notes what every write since the last flush has overwritten, and ends the process at the nth event, and
+    before it those that `others` returns.
+    """
 
-    def __init__(self, journal, nth):
+    def __init__(self, journal, nth, others=lambda: ()):
         self.journal, self.nth, self.events = os.open(journal, os.O_RDWR | os.O_CREAT | os.O_APPEND), nth, 0
+        self._others = others
         self._lock = threading.Lock()
         self._entries = 0
 
     def event(self):
         self.events += 1
         if self.events == self.nth:
-            os.kill(os.getpid(), signal.SIGKILL)
+            for pid in (*self._others(), os.getpid()):
+                os.kill(pid, signal.SIGKILL)
             time.sleep(60)
 
     def note(self, path, offset, old):
@@ -324,6 +328,22 @@ def cut_off(nth, folder, journal, settings):
         say(events=power.events)
 
     return work
+
+
+def cut_off_together(nth, which, journals):
+    """Return what is called in each rank first, so that the power of all is cut at the nth event of one.
+    journals: of each rank, where its own is kept.
+    """
+    pids = mmap.mmap(-1, mmap.PAGESIZE)  # in common with what is forked
+
+    def others():  # all have begun: nothing is written before the ranks have met
+        return {*struct.unpack_from(f"{len(journals)}q", pids)} - {os.getpid()}
+
+    def before(rank):
+        struct.pack_into("q", pids, 8 * rank, os.getpid())
+        PowerCut(str(journals[rank]), nth if rank == which else None, others).watch()
+
+    return before
 
 
 def choose(rng):
