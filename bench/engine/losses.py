@@ -69,7 +69,7 @@ def _optimizer(settings: CurveSettings, model: torch.nn.Module) -> torch.optim.O
         return infinity.Muon(groups, update="backward")
     if settings.optimizer == "SGD":
         given["momentum"] = 0.9
-    kind: type[torch.optim.Optimizer] = getattr(infinity, settings.optimizer)
+    kind: type[infinity.AdamW] = getattr(infinity, settings.optimizer)  # or another one of its kind
     return kind(model.parameters(), **given, update="backward")
 
 
