@@ -85,8 +85,8 @@ class Recipe:
 
     def fields(self, schema: RecordSchema) -> tuple[str, ...]:
         """Return the fields of a record that hold its state, the scales of codes included."""
-        in_codes = schema.in_blocks and self.in_codes is not None
-        return schema.moments_of(self.in_codes if in_codes else self.state)
+        in_codes = self.in_codes if schema.in_blocks else None
+        return schema.moments_of(self.state if in_codes is None else in_codes)
 
 
 def _adam_scalars(group: Mapping[str, Any], step: int, clip: float) -> kernels.AdamWScalars:
