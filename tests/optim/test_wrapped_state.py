@@ -224,6 +224,24 @@ def test_a_layer_of_another_type_keeps_its_state_in_fp32(folder):
     assert all(torch.equal(one, plain.state_dict()[key]) for key, one in layers[1].state_dict().items())
 
 
+@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
+def test_another_optimizer_of_the_same_layer_changes_no_bit_of_it(folder, state_dtype):
+    shown = []
+    for beside in (False, True):
+        torch.manual_seed(0)
+        with infinity.Init(nvme=folder, host_memory="1MiB", state_dtype=state_dtype):
+            layer = torch.nn.Linear(40, 60)
+        optimizers = [wrapped("RMSprop", [layer.weight])]
+        optimizers += [infinity.AdamW([layer.bias])] if beside else []
+        for step in range(4):
+            layer(torch.full((2, 40), 0.1 + step, dtype=torch.bfloat16)).float().sum().backward()
+            for one in optimizers:
+                one.step()
+            layer.zero_grad()
+        shown.append((layer.state_dict()["weight"], optimizers[0].state[layer.weight]["square_avg"]))
+    assert all(map(torch.equal, *shown))
+
+
 class Elementwise(torch.optim.Optimizer):
     """An optimizer of a user, whose state a test gives by its step."""
 
