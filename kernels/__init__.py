@@ -58,8 +58,10 @@ from infinity.kernels.small import (
     fields_of_moments,
     quantize,
     quantize4,
+    round_moment,
     round_moments,
     small_step,
+    widen_moment,
 )
 from infinity.kernels.told import EXCEPTION_NBYTES, MOST_TOLD, ToldGradient
 
@@ -115,6 +117,7 @@ __all__ = [
     "quantize4",
     "rewrite",
     "round_lo",
+    "round_moment",
     "round_moments",
     "set_isa",
     "set_threads",
@@ -133,5 +136,6 @@ __all__ = [
     "widen_f16",
     "widen_i8",
     "widen_lo",
+    "widen_moment",
     "widen_scales",
 ]

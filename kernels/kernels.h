@@ -93,6 +93,7 @@
  *   v       4 bits c (4 to 7):                     powers of two, 2^23 apart
  * so that m spans 3 powers of two and v 14.  The 20 random bits are the highest of those below a grid
  * step.  The powers of two have no NaN: a v that is NaN becomes infinite; its m stays NaN.
+ * A moment that is kept alone has two elements to a byte, 2 j in the low half: the same codes.
  *
  * [Note: other recipes]
  * On fp32, in this order, each operation rounded by itself; a line with a condition is skipped where
@@ -256,12 +257,12 @@ void infinity_recover(size_t n, const float *before, const float *behind,
 
 /* What a step on small moments works on: [Note: small moments].  weights: 0: hi, with lo as the master;
  * 1: fp16, with fp32 masters; 2: fp32, their own masters (NULL).  bits: of each moment, 16, 8 or 4.  m and
- * v: a moment that the optimizer does not keep is NULL; of 4 bits, m is the bytes of both, and v NULL.
+ * v: a moment that the optimizer does not keep is NULL; both of 4 bits are in the bytes of mv.
  * Block b of 8- and 4-bit moments covers elements [256 b, 256 (b + 1)) of the range; scale[2 b] is its m's,
  * scale[2 b + 1] its v's.  recipe: 0 adamw (the small step), 1 adam, 2 sgd, 3 adagrad, 4 lion ([Note:
  * other recipes]), with its scalars. */
 struct infinity_small {
-    void *weight, *master, *m, *v;
+    void *weight, *master, *m, *v, *mv;
     float *scale;
     const void *scalars;
     int32_t weights, bits, recipe;
@@ -272,6 +273,12 @@ struct infinity_small {
 void infinity_small_step(size_t n, const struct infinity_small *what, const void *grad,
                          int32_t grad_type, uint64_t key, uint64_t first, size_t n_fields,
                          struct infinity_field *fields);
+
+/* One moment, alone in its blocks (m or v of what, of which weights, scalars and recipe do not count), to fp32;
+ * and from fp32, rounded by the noise of the element, or to nearest, ties away from zero. */
+void infinity_widen_moment(size_t n, const struct infinity_small *what, float *f32);
+void infinity_round_moment(size_t n, const struct infinity_small *what, float *f32, uint64_t key,
+                           uint64_t first, int32_t nearest);
 
 /* [Note: other recipes], in place.  grad_type: 0 for bf16, 1 for fp32, 2 for fp16.  fields: as
  * above. */

@@ -50,76 +50,128 @@ static void step_on(const struct small_args *a, size_t i, size_t n, float *m, fl
         a->isa->narrow_half(n, master, (uint16_t *)what->weight + i);
 }
 
-/* How many of the n elements from i on go to a kernel for the whole step: whole blocks, if no pair
- * ([Note: the noise]) is cut. */
-static size_t whole_blocks(const struct small_args *a, bool exists, size_t i, size_t n) {
-    const struct infinity_small *what = a->what;
-    bool fits = exists && what->recipe == INFINITY_ADAMW && what->weights == INFINITY_SPLIT &&
-                a->type != INFINITY_F16 && (a->first + i) % 2 == 0;
-    return fits ? n - n % STATE_BLOCK : 0;
+/* The codes of eight elements of a moment that is kept alone, as the bytes of both have them, in four bytes:
+ * two in each.  shift: 4 for v's. */
+static inline uint32_t packed_alone(const uint8_t *both, int shift) {
+    uint64_t codes;
+    memcpy(&codes, both, 8);
+    codes = codes >> shift & OF_EACH(0x0F);
+    codes = (codes | codes >> 4) & 0x00FF00FF00FF00FFu;
+    codes = (codes | codes >> 8) & 0x0000FFFF0000FFFFu;
+    return (uint32_t)(codes | codes >> 16);
+}
+
+static inline void unpacked_alone(uint32_t packed, int shift, uint8_t *both) {
+    uint64_t codes = packed;
+    codes = (codes | codes << 16) & 0x0000FFFF0000FFFFu;
+    codes = (codes | codes << 8) & 0x00FF00FF00FF00FFu;
+    codes = (codes | codes << 4) & OF_EACH(0x0F);
+    codes <<= shift;
+    memcpy(both, &codes, 8);
+}
+
+/* Those of n elements.  Beyond n, the bytes of both are zeros, and there is room for eight. */
+static void pack_alone(size_t n, const uint8_t *both, int shift, uint8_t *alone) {
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) store_u32(alone + i / 2, packed_alone(both + i, shift));
+    uint32_t rest = packed_alone(both + i, shift);
+    memcpy(alone + i / 2, &rest, (n - i + 1) / 2);
+}
+
+static void unpack_alone(size_t n, const uint8_t *alone, int shift, uint8_t *both) {
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) unpacked_alone(load_u32(alone + i / 2), shift, both + i);
+    uint32_t rest = 0;
+    memcpy(&rest, alone + i / 2, (n - i + 1) / 2);
+    unpacked_alone(rest, shift, both + i);
 }
 
 /* A moment that the optimizer does not keep is one of zeros, which stay zeros. */
-static void small16_block(const void *args, size_t first, size_t count) {
-    const struct small_args *a = args;
+static const uint16_t zeros[STATE_BLOCK];
+
+/* The moments of elements [i, i + n), a block, to fp32. */
+static void widen_block(const struct small_args *a, size_t i, size_t n, float *m_f32,
+                        float *v_f32) {
     const struct infinity_small *what = a->what;
-    _Alignas(64) float m_f32[STATE_BLOCK], v_f32[STATE_BLOCK];
-    _Alignas(64) uint16_t none[STATE_BLOCK] = {0};
-    struct noises noises;
-    size_t i = first, whole = whole_blocks(a, a->isa->adamw16 != NULL, first, count);
-    if (whole != 0)
-        a->isa->adamw16(whole, (uint16_t *)what->weight + i, (int16_t *)what->master + i,
-                        (uint16_t *)what->m + i, (uint16_t *)what->v + i,
-                        grad_at(a->grad, i, a->type), a->type, what->scalars, a->key, a->first + i,
-                        a->ahead);
-    for (i += whole; i < first + count; i += STATE_BLOCK) {
-        size_t n = piece_at(i, first + count);
-        uint16_t *m = what->m == NULL ? none : (uint16_t *)what->m + i;
-        uint16_t *v = what->v == NULL ? none : (uint16_t *)what->v + i;
-        a->isa->widen(n, m, m_f32);
-        a->isa->widen(n, v, v_f32);
-        step_on(a, i, n, m_f32, v_f32);
-        a->isa->noise(n, a->key, a->first + i, 16, noises.m, noises.v);
-        a->isa->narrow_moments(n, m_f32, v_f32, &noises, m, v);
+    const float *scale = what->scale + i / STATE_BLOCK * 2;
+    const void *m = what->m, *v = what->v;
+    if (what->bits == 16) {
+        a->isa->widen(n, m == NULL ? zeros : (const uint16_t *)m + i, m_f32);
+        a->isa->widen(n, v == NULL ? zeros : (const uint16_t *)v + i, v_f32);
+    } else if (what->bits == 8) {
+        const uint8_t *none = (const uint8_t *)zeros;
+        a->isa->dequantize(n, m == NULL ? none : (const uint8_t *)m + i,
+                           v == NULL ? none : (const uint8_t *)v + i, scale, m_f32, v_f32);
+    } else if (what->mv != NULL) {
+        a->isa->dequantize4(n, (const uint8_t *)what->mv + i, scale, m_f32, v_f32);
+    } else {
+        _Alignas(64) uint8_t both[STATE_BLOCK + 8];
+        unpack_alone(n, (const uint8_t *)(m == NULL ? v : m) + i / 2, m == NULL ? 4 : 0, both);
+        a->isa->dequantize4(n, both, scale, m_f32, v_f32);
     }
 }
 
-static void small8_block(const void *args, size_t first, size_t count) {
-    const struct small_args *a = args;
+/* These moments rounded, by their noise, and stored. */
+static void round_block(const struct small_args *a, size_t i, size_t n, const float *m_f32,
+                        const float *v_f32, const struct noises *noises) {
     const struct infinity_small *what = a->what;
-    _Alignas(64) float m_f32[STATE_BLOCK], v_f32[STATE_BLOCK];
-    _Alignas(64) uint8_t none[STATE_BLOCK] = {0};
-    struct noises noises;
-    size_t i = first, whole = whole_blocks(a, a->isa->adamw8 != NULL, first, count);
-    if (whole != 0)
-        a->isa->adamw8(whole, (uint16_t *)what->weight + i, (int16_t *)what->master + i,
-                       (uint8_t *)what->m + i, (uint8_t *)what->v + i,
-                       what->scale + i / STATE_BLOCK * 2, grad_at(a->grad, i, a->type), a->type,
-                       what->scalars, a->key, a->first + i, a->ahead);
-    for (i += whole; i < first + count; i += STATE_BLOCK) {
-        size_t n = piece_at(i, first + count);
-        float *scale = what->scale + i / STATE_BLOCK * 2;
-        uint8_t *m = what->m == NULL ? none : (uint8_t *)what->m + i;
-        uint8_t *v = what->v == NULL ? none : (uint8_t *)what->v + i;
-        a->isa->dequantize(n, m, v, scale, m_f32, v_f32);
-        step_on(a, i, n, m_f32, v_f32);
-        a->isa->noise(n, a->key, a->first + i, CODE_NOISE, noises.m, noises.v);
-        a->isa->quantize(n, m_f32, v_f32, &noises, m, v, scale);
+    float *scale = what->scale + i / STATE_BLOCK * 2;
+    void *m = what->m, *v = what->v;
+    _Alignas(64) uint16_t dropped[STATE_BLOCK];
+    if (what->bits == 16) {
+        a->isa->narrow_moments(n, m_f32, v_f32, noises, m == NULL ? dropped : (uint16_t *)m + i,
+                               v == NULL ? dropped : (uint16_t *)v + i);
+    } else if (what->bits == 8) {
+        uint8_t *none = (uint8_t *)dropped;
+        a->isa->quantize(n, m_f32, v_f32, noises, m == NULL ? none : (uint8_t *)m + i,
+                         v == NULL ? none : (uint8_t *)v + i, scale);
+    } else if (what->mv != NULL) {
+        a->isa->quantize4(n, m_f32, v_f32, noises, (uint8_t *)what->mv + i, scale);
+    } else {
+        _Alignas(64) uint8_t both[STATE_BLOCK + 8] = {0};
+        a->isa->quantize4(n, m_f32, v_f32, noises, both, scale);
+        pack_alone(n, both, m == NULL ? 4 : 0, (uint8_t *)(m == NULL ? v : m) + i / 2);
     }
 }
 
-static void small4_block(const void *args, size_t first, size_t count) {
+/* How many of the n elements from i on a kernel for the whole step has taken: whole blocks, if no pair
+ * ([Note: the noise]) is cut. */
+static size_t whole_blocks(const struct small_args *a, size_t i, size_t n) {
+    const struct infinity_small *what = a->what;
+    bool exists = what->bits == 16  ? a->isa->adamw16 != NULL
+                  : what->bits == 8 ? a->isa->adamw8 != NULL
+                                    : false;
+    if (!exists || what->recipe != INFINITY_ADAMW || what->weights != INFINITY_SPLIT ||
+        a->type == INFINITY_F16 || (a->first + i) % 2 != 0 || n < STATE_BLOCK)
+        return 0;
+    uint16_t *hi = (uint16_t *)what->weight + i;
+    int16_t *lo = (int16_t *)what->master + i;
+    const void *grad = grad_at(a->grad, i, a->type);
+    n -= n % STATE_BLOCK;
+    if (what->bits == 16)
+        a->isa->adamw16(n, hi, lo, (uint16_t *)what->m + i, (uint16_t *)what->v + i, grad, a->type,
+                        what->scalars, a->key, a->first + i, a->ahead);
+    else
+        a->isa->adamw8(n, hi, lo, (uint8_t *)what->m + i, (uint8_t *)what->v + i,
+                       what->scale + i / STATE_BLOCK * 2, grad, a->type, what->scalars, a->key,
+                       a->first + i, a->ahead);
+    return n;
+}
+
+static int noise_width(const struct infinity_small *what) {
+    return what->bits == 16 ? 16 : CODE_NOISE;
+}
+
+static void small_block(const void *args, size_t first, size_t count) {
     const struct small_args *a = args;
     _Alignas(64) float m_f32[STATE_BLOCK], v_f32[STATE_BLOCK];
     struct noises noises;
-    for (size_t i = first; i < first + count; i += STATE_BLOCK) {
+    for (size_t i = first + whole_blocks(a, first, count); i < first + count; i += STATE_BLOCK) {
         size_t n = piece_at(i, first + count);
-        uint8_t *packed = (uint8_t *)a->what->m + i;
-        float *scale = a->what->scale + i / STATE_BLOCK * 2;
-        a->isa->dequantize4(n, packed, scale, m_f32, v_f32);
+        widen_block(a, i, n, m_f32, v_f32);
         step_on(a, i, n, m_f32, v_f32);
-        a->isa->noise(n, a->key, a->first + i, CODE_NOISE, noises.m, noises.v);
-        a->isa->quantize4(n, m_f32, v_f32, &noises, packed, scale);
+        a->isa->noise(n, a->key, a->first + i, noise_width(a->what), noises.m, noises.v);
+        round_block(a, i, n, m_f32, v_f32, &noises);
     }
 }
 
@@ -127,10 +179,50 @@ void infinity_small_step(size_t n, const struct infinity_small *what, const void
                          int32_t grad_type, uint64_t key, uint64_t first, size_t n_fields,
                          struct infinity_field *fields) {
     struct small_args args = {current_isa(), what, grad, grad_type, key, first, ahead_of(n_fields)};
-    block_function run = what->bits == 16  ? small16_block
-                         : what->bits == 8 ? small8_block
-                                           : small4_block;
-    run_summed(run, &args, n, n_fields, fields);
+    run_summed(small_block, &args, n, n_fields, fields);
+}
+
+/* One moment in fp32, and where it is stored: the other one of its blocks is of zeros. */
+struct moment_args {
+    struct small_args small;
+    float *f32;
+    bool nearest;
+};
+
+static void widen_moment_block(const void *args, size_t first, size_t count) {
+    const struct moment_args *a = args;
+    _Alignas(64) float none[STATE_BLOCK];
+    for (size_t i = first; i < first + count; i += STATE_BLOCK) {
+        bool is_v = a->small.what->m == NULL;
+        widen_block(&a->small, i, piece_at(i, first + count), is_v ? none : a->f32 + i,
+                    is_v ? a->f32 + i : none);
+    }
+}
+
+static void round_moment_block(const void *args, size_t first, size_t count) {
+    const struct moment_args *a = args;
+    static const float none[STATE_BLOCK];
+    bool is_v = a->small.what->m == NULL;
+    int width = noise_width(a->small.what);
+    struct noises noises;
+    for (size_t i = 0; i < STATE_BLOCK; i++) noises.m[i] = noises.v[i] = 1u << (width - 1);
+    for (size_t i = first; i < first + count; i += STATE_BLOCK) {
+        size_t n = piece_at(i, first + count);
+        if (!a->nearest)
+            a->small.isa->noise(n, a->small.key, a->small.first + i, width, noises.m, noises.v);
+        round_block(&a->small, i, n, is_v ? none : a->f32 + i, is_v ? a->f32 + i : none, &noises);
+    }
+}
+
+void infinity_widen_moment(size_t n, const struct infinity_small *what, float *f32) {
+    struct moment_args args = {{current_isa(), what, NULL, 0, 0, 0, 0}, f32, false};
+    run_blocks(widen_moment_block, &args, n, BLOCK_NUMEL);
+}
+
+void infinity_round_moment(size_t n, const struct infinity_small *what, float *f32, uint64_t key,
+                           uint64_t first, int32_t nearest) {
+    struct moment_args args = {{current_isa(), what, NULL, 0, key, first, 0}, f32, nearest != 0};
+    run_blocks(round_moment_block, &args, n, BLOCK_NUMEL);
 }
 
 struct quantize_args {

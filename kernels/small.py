@@ -61,7 +61,9 @@ _RECIPES: dict[str, tuple[int, tuple[str, ...], Any]] = {
 def fields_of_moments(recipe: SmallRecipe, state: str) -> tuple[str, ...]:
     """Return the names of the fields in which an optimizer's moments are kept."""
     moments = _RECIPES[recipe][1]
-    return {"bf16": moments, "int8": (*moments, "scale"), "int4": ("mv", "scale")}[state]
+    if state == "int4":
+        moments = ("mv",) if len(moments) == 2 else (f"{moments[0]}4",)
+    return moments if state == "bf16" else (*moments, "scale")
 
 
 def small_step(
@@ -80,11 +82,12 @@ def small_step(
     """Apply an optimizer's step to n elements whose moments are small, rounded stochastically after it.
 
     at: addresses by field: `hi` beside `lo` (bf16) or `master` (fp16), or alone (fp32); the moments `m` and
-    `v`, or `mv`, both in a byte, of int4; and `scale` of int8 and int4: two fp32 for each STATE_BLOCK
-    elements, counted from the range's first (8 bytes also for a shorter last one), m's, then v's. Memory of
-    zeros means moments of zero. `key` is `state_key` of this parameter's step, `first` the first element's
-    index in its parameter. They alone determine the random bits: a range cut in two, of int8 and int4 at a
-    multiple of STATE_BLOCK, each part with its own `first`, gives the same result. `sums` as in `adamw`.
+    `v`, of int4 `mv`, both in a byte, or `m4` or `v4`, two elements in a byte; and `scale` of int8 and int4:
+    two fp32 for each STATE_BLOCK elements, counted from the range's first (8 bytes also for a shorter last
+    one), m's, then v's. Memory of zeros means moments of zero. `key` is `state_key` of this parameter's step,
+    `first` the first element's index in its parameter. They alone determine the random bits: a range cut in
+    two, of int8 and int4 at a multiple of STATE_BLOCK, each part with its own `first`, gives the same result.
+    `sums` as in `adamw`.
     """
     number, _, c_struct = _RECIPES[recipe]
     form, names = _WEIGHTS[weights]
@@ -92,18 +95,45 @@ def small_step(
     check(n, **{name: at[name] for name in names}, grad=grad)
     _check_noise(key, first)
     held = c_struct(scalars)
-    members: dict[str, Any] = {"weights": form, "bits": _BITS[state], "recipe": number, "scalars": held}
-    for name in names:
-        address = as_f32(at[name]) if name == "scale" else ffi.cast("void *", at[name])
-        members[_MEMBERS.get(name, name)] = address
-    struct = ffi.new("struct infinity_small *", members)
+    struct = _struct(state, {name: at[name] for name in names}, weights=form, recipe=number, scalars=held)
     library.infinity_small_step(
         n, struct, ffi.cast("void *", grad), type_of(dtype), key, first, *summed(sums)
     )
 
 
-_MEMBERS = {"hi": "weight", "lo": "master", "mv": "m"}
+_MEMBERS = {"hi": "weight", "lo": "master", "m4": "m", "v4": "v"}
 """Of the C struct, for these fields."""
+
+
+def _struct(state: str, at: Mapping[str, int], **members: Any) -> Any:
+    for name, address in at.items():
+        place = as_f32(address) if name == "scale" else ffi.cast("void *", address)
+        members[_MEMBERS.get(name, name)] = place
+    return ffi.new("struct infinity_small *", {"bits": _BITS[state], **members})
+
+
+def widen_moment(state: Literal["bf16", "int8", "int4"], n: int, at: Mapping[str, int], f32: int) -> None:
+    """Convert n elements of the one moment that an optimizer keeps to fp32, exactly. at: addresses of its
+    fields, as in `small_step`.
+    """
+    check(n, **at, f32=f32)
+    library.infinity_widen_moment(n, _struct(state, at), as_f32(f32))
+
+
+def round_moment(
+    state: Literal["bf16", "int8", "int4"],
+    n: int,
+    at: Mapping[str, int],
+    f32: int,
+    key: int | None = None,
+    first: int = 0,
+) -> None:
+    """Round n elements of such a moment from fp32, and store them: at random, as `small_step` does, by the
+    `key` of a step; without one to the nearest, ties away from zero.
+    """
+    check(n, **at, f32=f32)
+    _check_noise(key or 0, first)
+    library.infinity_round_moment(n, _struct(state, at), as_f32(f32), key or 0, first, key is None)
 
 
 def quantize(n: int, m_f32: int, v_f32: int, m: int, v: int, scale: int) -> None:

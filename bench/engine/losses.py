@@ -37,7 +37,9 @@ from infinity.engine.engine import engine_of_model
 from infinity.errors import ConfigError
 
 CURVES = (*STATE_DTYPES, "int4+fp24")
-"""The types of moments, and behind a "+" that of masters; the first is exact."""
+"""The types of moments, and behind a "+" that of masters, for AdamW; the first is exact."""
+OPTIMIZERS = ("AdamW", "Adam", "SGD", "Adagrad", "Lion", "Muon")
+"""SGD with momentum 0.9; Muon with updates of AdamW's size, so that its learning rate is AdamW's."""
 SMOOTHED = 20
 """Steps in the moving mean, which the picture shows as strong lines and by which last losses are compared."""
 
@@ -57,6 +59,18 @@ class CurveSettings:
     weight_decay: float
     seed: int
     host_memory: str
+    optimizer: str = "AdamW"
+
+
+def _optimizer(settings: CurveSettings, model: torch.nn.Module) -> torch.optim.Optimizer:
+    given: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
+    if settings.optimizer == "Muon":
+        groups = infinity.muon_groups(model, given, **given, adjust_lr_fn="match_rms_adamw")
+        return infinity.Muon(groups, update="backward")
+    if settings.optimizer == "SGD":
+        given["momentum"] = 0.9
+    kind: type[torch.optim.Optimizer] = getattr(infinity, settings.optimizer)
+    return kind(model.parameters(), **given, update="backward")
 
 
 def losses(settings: CurveSettings, state_dtype: str, text: Text, folder: Path) -> Iterator[float]:
@@ -67,9 +81,7 @@ def losses(settings: CurveSettings, state_dtype: str, text: Text, folder: Path) 
     with infinity.Init(nvme=str(folder), host_memory=settings.host_memory, device="cpu", **types):
         model = llama(PRESETS[settings.preset], settings.sequence)
     model.train()
-    optimizer = infinity.AdamW(
-        model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, update="backward"
-    )
+    optimizer = _optimizer(settings, model)
     schedule = LambdaLR(optimizer, lambda step: learning_rate(step, settings.warmup, settings.steps))
     count = settings.steps * settings.batch
     windows = Windows(text, sequence=settings.sequence, count=count, seed=settings.seed)
@@ -139,6 +151,7 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--nvme", type=Path, required=True, metavar="DIR", help="a folder on the disk")
     parser.add_argument("--state-dtype", nargs="+", choices=CURVES, default=list(CURVES))
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="AdamW")
     parser.add_argument("--preset", choices=PRESETS, default="25m")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8, help="sequences per step")
@@ -176,9 +189,8 @@ def main(arguments: list[str] | None = None) -> None:
             found = track(losses(settings, name, text, folder), f"{name} state", **progress)
             curves[name] = list(found)
     parameters = PRESETS[settings.preset].parameters / 1e6
-    title = (
-        f"{parameters:.1f} M parameters, {settings.batch}x{settings.sequence} bytes of source text per step"
-    )
+    step = f"{settings.batch}x{settings.sequence} bytes of source text per step"
+    title = f"{settings.optimizer}, {parameters:.1f} M parameters, {step}"
     console.print(table(curves))
     console.print(title)
     console.print(words(about))

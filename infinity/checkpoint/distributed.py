@@ -33,7 +33,8 @@ from torch.futures import Future
 
 from infinity.checkpoint.deepspeed_files import has_adams
 from infinity.checkpoint.hashed_stream import TensorSource
-from infinity.checkpoint.inventory import KINDS, Inventory
+from infinity.checkpoint.inventory import Inventory
+from infinity.checkpoint.kinds import CODES_4BIT, KINDS
 from infinity.checkpoint.ranges import CHUNK_NUMEL
 from infinity.checkpoint.save_load import open_files, read_manifest
 from infinity.checkpoint.sharedfolder import check_named
@@ -139,8 +140,7 @@ class CheckpointReader(StorageReader):
                 )
 
     def _state_dtype(self) -> str:
-        both = any(tensor.kind == KINDS["mv"] for tensor in self._tensors.values())
-        return "int4" if both else "int8"
+        return "int4" if any(one.kind in CODES_4BIT for one in self._tensors.values()) else "int8"
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

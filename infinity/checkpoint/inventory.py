@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.kinds import KINDS, behind, first_of, shape_of
 from infinity.checkpoint.stacks import Stacks
 from infinity.engine.engine import Engine, engine_of, engine_of_model
 from infinity.errors import UnsupportedError
@@ -22,14 +23,11 @@ from infinity.units.unit import Unit
 REPLACED = "(replaced)"
 """The name of a parameter that was replaced, and is in no model any more; see init."""
 
-KINDS = {"m": "exp_avg", "v": "exp_avg_sq", "mv": "exp_avg_both", "scale": "exp_avg_scale"}
-"""The kinds of optimizer state in a checkpoint, by field of the record: Adam's names, for all optimizers."""
-
 _TYPES = {
     "fp32": {"m": "F32", "v": "F32"},
     "bf16": {"m": "BF16", "v": "BF16"},
     "int8": {"m": "U8", "v": "U8", "scale": "F32"},
-    "int4": {"mv": "U8", "scale": "F32"},
+    "int4": {"m4": "U8", "v4": "U8", "mv": "U8", "scale": "F32"},
 }
 
 
@@ -260,9 +258,9 @@ class Inventory:
             for parameter, name in zip(unit.parameters, self.names_in(unit), strict=True):
                 if name is None or name not in names:
                     continue
-                shape, blocks = self._whole(name, parameter), -(-parameter.numel() // STATE_BLOCK)
+                shape = self._whole(name, parameter)
                 for field, dtype in self._types(unit, parameter).items():
-                    found[KINDS[field], name] = (dtype, (blocks, 2) if field == "scale" else shape)
+                    found[KINDS[field], name] = dtype, shape_of(KINDS[field], shape)
         return found
 
     def held(self) -> dict[tuple[str, str], tuple[int, int]]:
@@ -281,13 +279,12 @@ class Inventory:
             for parameter, segment, name in shard:
                 if name is not None and self._mesh.counts(parameter):
                     for field in ("master", *self._types(unit, parameter)):
-                        found[KINDS.get(field, MASTER), name] = range_of(field, segment)
+                        kind = KINDS.get(field, MASTER)
+                        found[kind, name] = range_of(kind, segment)
         return found
 
 
-def range_of(field: str, segment: Segment) -> tuple[int, int]:
-    """Return the elements [start, stop) of a field's tensor in this rank's part of a parameter."""
+def range_of(kind: str, segment: Segment) -> tuple[int, int]:
+    """Return the elements [start, stop) of a tensor in files in this rank's part of a parameter."""
     start, stop = segment.first, segment.first + segment.numel
-    if field == "scale":  # two for each block
-        return 2 * (start // STATE_BLOCK), 2 * -(-stop // STATE_BLOCK) if segment.numel else 0
-    return start, stop
+    return first_of(kind, start), behind(kind, stop) if segment.numel else 0

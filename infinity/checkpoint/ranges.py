@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from infinity.checkpoint.kinds import KINDS, first_of
 from infinity.lane.passes import CopyOutPass, field_nbytes
 from infinity.planning.layout import STATE_BLOCK, pieces, tiles
 from infinity.records.record import Record
+from infinity.storage.manifest import MASTER
 from infinity.tensors import as_bytes
 from infinity.units.unit import Unit
 
@@ -58,7 +60,7 @@ def parts(record: Record, start: int, stop: int, values: Mapping[str, torch.Tens
             first = field_nbytes(record, field, piece.start - start)
             # There are scales for whole blocks, even if the last one is not full.
             numel = -(-piece.numel // STATE_BLOCK) * STATE_BLOCK if field == "scale" else piece.numel
-            element = 2 * (piece.element // STATE_BLOCK) if field == "scale" else piece.element
+            element = first_of(KINDS.get(field, MASTER), piece.element)
             yield RangePart(
                 piece.index, field, element, whole[first : first + field_nbytes(record, field, numel)]
             )

@@ -225,7 +225,7 @@ def _restore(engine: Engine, durable: Durable, unit: Unit, at: RecordAt) -> None
     record = unit.record
     there = {one.name for one in at.fields}
     for one in at.fields:
-        span = record.span_of(one.name, one.nbytes) if one.name in record.schema.fields else None
+        span = record.span_of(one.name, one.nbytes) if one.name in record.schema.names else None
         if span is None:
             raise CheckpointError(f"{unit.name}.{one.name}: {one.nbytes} B in the commit, which do not fit")
         hashes = hashes_of(one.hashes, -(-record.shard.numel // span), f"{unit.name}.{one.name}")

@@ -8,8 +8,10 @@ weights-*.safetensors  fp32 masters, buffers and ordinary parameters, by their n
                        a box, "NAME[0:64,32:64]", or a flat part of one, "NAME[0:64,32:64][START:STOP]"; of
                        fused weights several
 moments-*.safetensors  "exp_avg.NAME", "exp_avg_sq.NAME" in the dtype in which they are kept; 8-bit ones have
-                       "exp_avg_scale.NAME", two fp32 scales for each 256 elements. The state of SGD and Lion
-                       is saved as exp_avg, that of Adagrad as exp_avg_sq
+                       "exp_avg_scale.NAME", two fp32 scales for each 256 elements; so have 4-bit ones, which
+                       are "exp_avg_both.NAME". The state of SGD, Lion and Muon is saved as exp_avg, that of
+                       Adagrad as exp_avg_sq; of 4 bits, two elements to a byte, as exp_avg_alone and
+                       exp_avg_sq_alone
 extra-*.safetensors    the user's tensors
 
 Each rank writes and reads the parts that it holds, unit by unit, with a few ranges in memory. Rank 0 writes
@@ -32,7 +34,8 @@ from infinity.checkpoint import generators
 from infinity.checkpoint.atomic import Older
 from infinity.checkpoint.hashed_stream import TensorSource, TurnsSource, source_of
 from infinity.checkpoint.hub import configuration
-from infinity.checkpoint.inventory import KINDS, Inventory
+from infinity.checkpoint.inventory import Inventory
+from infinity.checkpoint.kinds import KINDS
 from infinity.checkpoint.of_stages import StagesTogether
 from infinity.checkpoint.ranges import buffers, chunks, copied_out, parts
 from infinity.checkpoint.sharedfolder import check_named, shared_folder
@@ -352,9 +355,9 @@ def _optimizer_complaints(manifest: Manifest, inventory: Inventory) -> list[str]
         found.append(f"steps of parameters that are in no group: {', '.join(stray)}")
     stepped = {name for name in inventory.names.values() if inventory.stacks.name(name) in saved["steps"]}
     moments = inventory.moments(stepped)
-    for field, kind in KINDS.items():
+    for kind in KINDS.values():
         specs = {name: spec for (of, name), spec in moments.items() if of == kind}
-        expected = inventory.stacks.specs(specs, scales=field == "scale")
+        expected = inventory.stacks.specs(specs, kind)
         found += compare(names_of(manifest.tensors, kind), expected, kind)
     return found
 
@@ -428,7 +431,7 @@ def _fill_units(manifest: Manifest, inventory: Inventory, files: Mapping[str, Te
                 if name is not None and (of := (kind, inventory.stacks.name(name))) in tensors:
                     key = kind, name
                     if key not in sources:
-                        first = inventory.stacks.first(name, scales=part.field == "scale")
+                        first = inventory.stacks.first(name, kind)
                         turns = inventory.turns(name)
                         sources[key] = source_of(tensors[of], files, first + part.first, turns)
                     sources[key].read(part.values)

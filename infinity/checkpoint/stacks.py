@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ from typing import Any
 
 from torch import nn
 
+from infinity.checkpoint.kinds import first_of, shape_of
 from infinity.planning.layout import STATE_BLOCK
-from infinity.storage.manifest import Manifest, Tensor, TensorPiece, TensorSpec
+from infinity.storage.manifest import MASTER, Manifest, Tensor, TensorPiece, TensorSpec
 from infinity.tiling import Routed
 
 
@@ -61,30 +61,24 @@ class Stacks:
         """Return parameters' names in files, each once, in their order."""
         return list(dict.fromkeys(map(self.name, names)))
 
-    def first(self, name: str, *, scales: bool = False) -> int:
-        """Return the element of the tensor in files that a parameter begins with. scales: of its moments'
-        scales.
-        """
+    def first(self, name: str, kind: str = MASTER) -> int:
+        """Return the element of the tensor of this kind in files that a parameter begins with."""
         place = self.places.get(name)
-        first = 0 if place is None else place.first
-        return 2 * (first // STATE_BLOCK) if scales else first
+        return 0 if place is None else first_of(kind, place.first)
 
-    def spec(self, name: str, spec: TensorSpec, *, scales: bool = False) -> TensorSpec:
-        """Return the spec of the tensor in files that a parameter's, of this spec, is part of."""
+    def spec(self, name: str, spec: TensorSpec, kind: str = MASTER) -> TensorSpec:
+        """Return the spec of the tensor of this kind in files that a parameter, of this spec, is part of."""
         place = self.places.get(name)
-        if place is None:
-            return spec
-        return spec[0], (-(-math.prod(place.shape) // STATE_BLOCK), 2) if scales else place.shape
+        return spec if place is None else (spec[0], shape_of(kind, place.shape))
 
     def joined(self, manifest: Manifest) -> Manifest:
         """Return a manifest with stacks in the place of their slices."""
         pieces: defaultdict[tuple[str, str], list[TensorPiece]] = defaultdict(list)
         specs: dict[tuple[str, str], TensorSpec] = {}
         for one in manifest.tensors:
-            scales = one.kind.endswith("_scale")
             key = one.kind, self.name(one.name)
-            specs.setdefault(key, self.spec(one.name, (one.dtype, one.shape), scales=scales))
-            first = self.first(one.name, scales=scales)
+            specs.setdefault(key, self.spec(one.name, (one.dtype, one.shape), one.kind))
+            first = self.first(one.name, one.kind)
             pieces[key] += [
                 dataclasses.replace(piece, start=first + piece.start, stop=first + piece.stop)
                 for piece in one.pieces
@@ -95,9 +89,9 @@ class Stacks:
         )
         return dataclasses.replace(manifest, tensors=tensors)
 
-    def specs(self, specs: Mapping[str, TensorSpec], *, scales: bool = False) -> dict[str, TensorSpec]:
-        """Return the specs of tensors in files, from those of a model's."""
-        return {self.name(name): self.spec(name, spec, scales=scales) for name, spec in specs.items()}
+    def specs(self, specs: Mapping[str, TensorSpec], kind: str = MASTER) -> dict[str, TensorSpec]:
+        """Return the specs of tensors of this kind in files, from those of a model's."""
+        return {self.name(name): self.spec(name, spec, kind) for name, spec in specs.items()}
 
 
 def _places(module: Routed, prefix: str, *, blocks: bool) -> Iterator[tuple[str, SlicePlace]]:

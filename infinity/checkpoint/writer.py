@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from infinity.checkpoint.hashed_stream import Sink
-from infinity.checkpoint.inventory import KINDS, Inventory
+from infinity.checkpoint.inventory import Inventory
+from infinity.checkpoint.kinds import KINDS
 from infinity.checkpoint.ranges import copied_out, parts
 from infinity.engine.engine import Engine
 from infinity.planning.boxes import Turns

@@ -31,6 +31,7 @@ _CAUSES = {"read": "#c44e52", "slot": "#e39c37", "update": "#8d6cab", "gradients
 _OTHERS = "#7f7f7f"
 _FIELDS = {"hi": "#4878a8", "lo": "#85b6b2", "m": "#e39c37", "v": "#d1615d"}
 _FIELDS |= {"grad16": "#6a9f58", "grad32": "#3f6b33", "scale": "#967662", "mv": "#e39c37"}
+_FIELDS |= {"m4": _FIELDS["m"], "v4": _FIELDS["v"]}
 _TIERS = {"device": "#6a9f58", "host": "#4878a8", "nvme": "#e39c37", "process": "#7f7f7f"}
 _TIER_NAMES = {"process": "process, above imports"}
 _SHARES = {"pinned": "#4878a8", "gradients": "#6a9f58", "outgoing": "#a9c99b", "ahead": "#e39c37"}

@@ -71,8 +71,8 @@ class Config:
         parameter that is created in another of these types, as by nn.Linear(4, 4, dtype=torch.float32) or
         layer.float() inside Init, computes in that, with fp32 state.
     state_dtype: how the optimizer's moments are stored: "fp32" (exact), "bf16" (rounded stochastically),
-        "int8" or "int4" (codes, with scales of blocks; few optimizers have "int4"), with 26, 18, 14 and 12
-        bytes of traffic per parameter and step of AdamW and dtype="bf16".
+        "int8" or "int4" (codes, with scales of blocks), with 26, 18, 14 and 12 bytes of traffic per parameter
+        and step of AdamW and dtype="bf16".
     master_dtype: "fp32" (exact), or "fp24", with dtype="bf16": masters keep 16 bits of their mantissa, and
         are rounded stochastically; 1 byte less stored, 2 less moved. For AdamW and Adam.
     tile_above: bytes, or text like "256MiB": every nn.Linear, nn.Embedding and Hugging Face Conv1D with a

@@ -55,7 +55,7 @@ class Homes:
     def _changed(self, record: Record) -> dict[str, Home]:
         """Return a record's fields that are to be written, with their places."""
         homes = {}
-        for name in record.schema.fields:
+        for name in record.schema.names:
             lies = name == "hi" and record.in_files is not None
             if name not in record or lies or not record.volatile(name):
                 self._leave(record, name)

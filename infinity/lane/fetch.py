@@ -9,22 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from infinity import kernels
 from infinity.device.device import Device, Download
 from infinity.lane.base import Pass
-from infinity.lane.matrices import MOMENTUM, MatrixOwners, WholeMatrices
+from infinity.lane.matrices import MatrixOwners, WholeMatrices
 from infinity.lane.outgoing import Lease
-from infinity.lane.passes import clear, piece_address
+from infinity.lane.passes import clear, piece_address, piece_addresses
+from infinity.lane.spans import address_of, miss, zeros_of
 from infinity.planning.layout import RecordSchema, TilePiece, pieces, tiles
 from infinity.planning.queue import JobLane
 from infinity.records.checksums import TileChecksums
-from infinity.records.in_files import comes_straight
+from infinity.records.in_files import comes_straight, tiles_read_at_once
 from infinity.records.record import Record
-from infinity.records.update_rules import Kernel, Recipe, UpdateSpan
+from infinity.records.update_rules import Recipe, UpdateSpan
 from infinity.records.updates import PendingUpdates, Update
 from infinity.records.weights import KERNEL_DTYPE, compute_dtype
 from infinity.sizes import round_up
@@ -175,7 +176,7 @@ class FetchPass(_UnitPass):
             return iter(())
         if self.only_uploads:
             return iter([(0, self._filled())])
-        schema, at_once = self.record.schema, self.record.tiles_read_at_once()
+        schema, at_once = self.record.schema, tiles_read_at_once(self.record)
         if self._lease is not None:
             self._stage = self._device.take_host_buffer(self._filled(), compute_dtype(schema))
         if at_once is not None and self.own_address("hi", 0) is not None:
@@ -358,8 +359,8 @@ class _UpdatingPass(_UnitPass):
             given.update(record.schema.derived)
         fields = record.fields if self._steps_all else self._fields(start, stop)
         if matrices is not None and matrices.was_walked(start):
-            given.update(self.adopts & {MOMENTUM})  # the first walk has left it there
-        reads = [name for name in fields if name not in given and record.written(name, start)]
+            given.update(self.adopts & set(matrices.fields))  # the first walk has left it there
+        reads = [name for name in fields if name not in given and self._is_written(name, start)]
         apart = matrices.updates if matrices is not None else ()
         spilled = {
             one: update.field for one, update in self.updates.items() if update.field and one not in apart
@@ -379,7 +380,7 @@ class _UpdatingPass(_UnitPass):
         stepped = {name for one in here if one is not None for name in self._stepped(one.recipe)}
         adopts = self.adopts
         if self._matrices is not None and self._matrices.was_walked(start):
-            adopts -= {MOMENTUM}
+            adopts -= set(self._matrices.fields)
         return tuple(name for name in self.record.fields if name in stepped or name in adopts)
 
     def _gathered_fields(
@@ -388,8 +389,15 @@ class _UpdatingPass(_UnitPass):
         """Return what the first walk reads and writes of a tile: the momentum, and spilled gradients."""
         here = {piece.index for piece in self._pieces(start, stop)}
         spilled = {one.field for index, one in matrices.updates.items() if index in here and one.field}
-        reads = [MOMENTUM] if self.record.written(MOMENTUM, start) else []
-        return [*reads, *sorted(spilled)], (MOMENTUM,)
+        reads = [name for name in matrices.fields if self.record.written(name, start)]
+        return [*reads, *sorted(spilled)], matrices.fields
+
+    def _is_written(self, name: str, start: int) -> bool:
+        """Whether a tile of a field counts: the first walk may have worked on it, its span not be over."""
+        matrices = self._matrices
+        return self.record.written(name, start) or (
+            matrices is not None and name in matrices.fields and matrices.was_walked(start)
+        )
 
     def _wanted_anyway(self) -> Iterable[str]:
         """Return the fields to read of a tile without updates: those that go to their targets."""
@@ -407,15 +415,19 @@ class _UpdatingPass(_UnitPass):
         """Work on one tile of the first walk, or as the subclass does."""
         if self._matrices is None or not self._matrices.works_on_first():
             return self._process(start, stop, addresses)
-        if not self.record.written(MOMENTUM, start):
-            clear(self.record, addresses, MOMENTUM, stop - start)
+        fields = self._matrices.fields
+        for name in fields:
+            if not self.record.written(name, start):
+                clear(self.record, addresses, name, stop - start)
         for piece in self._pieces(start, stop):
             update = self._matrices.updates.get(piece.index)
             if update is not None:
-                m = piece_address(self.record, addresses[MOMENTUM], piece.start, start, MOMENTUM)
-                zeros = _zeros(0 if update.has_gradient else piece.numel)
-                given = self._gradient(update, piece, start, addresses) or _address(zeros)
-                self._matrices.gather(piece, m, given)
+                at = piece_addresses(
+                    self.record, {name: addresses[name] for name in fields}, piece.start, start
+                )
+                zeros = zeros_of(0 if update.has_gradient else piece.numel)
+                given = self._gradient(update, piece, start, addresses) or address_of(zeros)
+                self._matrices.gather(piece, at, given)
         return None
 
     def _process(self, start: int, stop: int, addresses: dict[str, int]) -> Sequence[Transfer] | None:
@@ -426,7 +438,7 @@ class _UpdatingPass(_UnitPass):
     def _apply_updates(self, start: int, stop: int, addresses: dict[str, int]) -> None:
         if self._changes(start, stop):
             for name in self.record.schema.moments:
-                if name in addresses and not self.record.written(name, start):
+                if name in addresses and not self._is_written(name, start):
                     clear(self.record, addresses, name, stop - start)
             self._apply(start, stop, addresses)
 
@@ -440,11 +452,7 @@ class _UpdatingPass(_UnitPass):
         """Make the steps of one parameter's piece of a tile, those that were missed first."""
         state = addresses
         if piece.start != start:
-            state = {
-                name: piece_address(self.record, addresses[name], piece.start, start, name)
-                for name in self.record.schema.fields
-                if name in addresses
-            }
+            state = piece_addresses(self.record, addresses, piece.start, start)
         step = update.recipe.kernels[self.record.schema.kept, self.record.schema.state_dtype]
         if self._matrices is not None and update.recipe.matrices is not None:
             self._matrices.settle()
@@ -454,13 +462,13 @@ class _UpdatingPass(_UnitPass):
             return
         given = self._gradient(update, piece, start, addresses)
         if given is None:
-            _miss(step, piece, state, (*update.missed, (update.scalars, update.key)))
+            miss(step, piece, state, (*update.missed, (update.scalars, update.key)))
             return
-        _miss(step, piece, state, update.missed)
+        miss(step, piece, state, update.missed)
         told = self.told_gradient(piece.index)
         span = UpdateSpan(piece.numel, state, *given, update.key, piece.element, self.checksums, told)
         step(span, update.scalars)
-        _miss(step, piece, state, update.after)
+        miss(step, piece, state, update.after)
 
     def told_gradient(self, index: int) -> kernels.ToldGradient | None:
         """Return what the step of a parameter tells of its gradient, where it is to; see told."""
@@ -472,7 +480,7 @@ class _UpdatingPass(_UnitPass):
         """Return where the gradient of a piece of a tile is, and its type; None for one of zeros."""
         if update.tensor is not None:
             update.arriving.wait()
-            return _address(update.tensor, piece.within)
+            return address_of(update.tensor, piece.within)
         if update.field is None:
             return None
         at = piece_address(self.record, addresses[update.field], piece.start, start, update.field)
@@ -490,24 +498,6 @@ def _stepped(recipe: Recipe, schema: RecordSchema, fields: tuple[str, ...]) -> t
     """Return those of a record's fields that the kernels of a recipe work on."""
     names = {*schema.weights, *recipe.stepped(schema)}
     return tuple(name for name in fields if name in names)
-
-
-def _miss(step: Kernel, piece: TilePiece, state: dict[str, int], steps: Sequence[tuple[Any, int]]) -> None:
-    """Make steps, by their scalars and keys, whose gradients are zeros."""
-    if steps:
-        zeros = _zeros(piece.numel)
-        for scalars, key in steps:
-            step(UpdateSpan(piece.numel, state, *_address(zeros), key, piece.element), scalars)
-
-
-def _zeros(numel: int) -> torch.Tensor:
-    """Return a gradient of zeros."""
-    return torch.zeros(numel, dtype=torch.bfloat16, device="cpu")
-
-
-def _address(gradient: torch.Tensor, element: int = 0) -> tuple[int, kernels.AnyGradientDtype]:
-    """Return the address of an element of a gradient, and its type."""
-    return gradient.data_ptr() + element * gradient.element_size(), KERNEL_DTYPE[gradient.dtype]
 
 
 class FetchAndUpdatePass(_UpdatingPass):

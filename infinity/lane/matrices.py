@@ -8,10 +8,10 @@ element. When the last tile of a matrix was worked on, it is orthogonalized, on 
 second walk reads and writes the weights, with the result in the place of the gradient; its reads go on while
 the first walk computes. Nothing is moved twice: 8 bytes for the momentum, 8 for the weights.
 
-A tile may hold momentum of other updates beside that of a matrix, such as a bias's: it is read again by the
-second walk, which then begins when all the writes of the first are over. With several ranks it begins when
-the ranks have orthogonalized: each rank has a part of the matrix. Until then the pass is paused, and holds no
-slot: see `Queue.admissible`.
+A tile may hold momentum of other updates beside that of a matrix, such as a bias's, and so may tiles that
+share blocks of the drive (see packing): it is read again by the second walk, which then begins when all the
+writes of the first are over. With several ranks it begins when the ranks have orthogonalized: each rank has a
+part of the matrix. Until then the pass is paused, and holds no slot: see `Queue.admissible`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ from infinity import kernels
 from infinity.planning.layout import TilePiece, pieces
 from infinity.planning.queue import Job
 from infinity.records.record import Record
+from infinity.records.update_rules import UpdateSpan
 from infinity.records.updates import Update
-
-MOMENTUM = "m"
-"""The field of a record that the first walk works on."""
 
 
 class MatrixOwners(Protocol):
@@ -51,6 +49,10 @@ class WholeMatrices:
         """Take those of `updates` that need whole matrices."""
         self.record = record
         self.updates = {index: one for index, one in updates.items() if one.recipe.matrices is not None}
+        self.fields = tuple(
+            dict.fromkeys(name for one in self.updates.values() for name in one.recipe.fields(record.schema))
+        )
+        """The fields of the record that the first walk works on: those of the momentum."""
         self.parts: dict[int, Tensor] = {}
         """By parameter, this rank's part of what is orthogonalized, then of the result: [numel] in bf16."""
         self.gathered = threading.Event()
@@ -90,6 +92,7 @@ class WholeMatrices:
 
     def first_walk(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return those of a record's tiles that hold parts of matrices."""
+        self._mixed = bool(self._others) and not self.record.packed.isdisjoint(self.fields)
         for start, stop in ranges:
             here = {piece.index for piece in pieces(self.record.shard, start, stop)}
             if here & self.updates.keys():
@@ -123,16 +126,19 @@ class WholeMatrices:
 
     # What is gathered
 
-    def gather(self, piece: TilePiece, m: int, gradient: tuple[int, kernels.AnyGradientDtype]) -> None:
-        """Update the momentum of a part of a matrix, at address `m`; orthogonalize the matrix when that was
-        the last one. gradient: its address and type.
+    def gather(
+        self, piece: TilePiece, at: Mapping[str, int], gradient: tuple[int, kernels.AnyGradientDtype]
+    ) -> None:
+        """Update the momentum of a part of a matrix, by the addresses of its fields; orthogonalize the matrix
+        when that was the last one. gradient: its address and type.
         """
         update = self.updates[piece.index]
         rule, part = update.recipe.matrices, self._part(piece.index)
         if rule is None:
             raise AssertionError(f"{self.record.name}: expected an update of whole matrices")
         into = part[piece.within : piece.within + piece.numel]
-        rule.gather(piece.numel, m, *gradient, update.scalars, into)
+        span = UpdateSpan(piece.numel, at, *gradient, update.key, piece.element)
+        rule.gather(span, self.record.schema, update.scalars, into)
         left = self._left[piece.index] - piece.numel
         if left:
             self._left[piece.index] = left

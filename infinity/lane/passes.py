@@ -29,6 +29,12 @@ def piece_address(record: Record, base: int, element: int, start: int, field: st
     return base + record.schema.nbytes(field, element - start)
 
 
+def piece_addresses(record: Record, tile: Mapping[str, int], element: int, start: int) -> dict[str, int]:
+    """Return where `element` is of the record's fields in a tile that begins at element `start`."""
+    names = record.schema.names
+    return {one: piece_address(record, at, element, start, one) for one, at in tile.items() if one in names}
+
+
 def clear(record: Record, addresses: dict[str, int], name: str, numel: int) -> None:
     """Make a field of a tile of `numel` elements zero."""
     ctypes.memset(addresses[name], 0, record.schema.nbytes(name, numel))
@@ -239,10 +245,11 @@ class ReadPass(CopyOutPass):
         """
         start = record.shard.segments[index].start + first
         numels = {tensor.numel() for tensor in into.values()}
+        self._index = index
         super().__init__(record, tile_numel, start, start + max(numels, default=0), into)
 
     def _kept_in(self, field: str) -> Sequence[str]:
-        return self.record.schema.moments if field in ("m", "v") else super()._kept_in(field)
+        return self.record.moments_of(self._index) if field in ("m", "v") else super()._kept_in(field)
 
     def _nbytes(self, field: str, numel: int) -> int:
         return numel * self.values[field].element_size()
@@ -288,6 +295,10 @@ class CopyInPass(_RangePass):
         self.values = {}
 
 
+_MOMENTS_IN = {"m4": ("m",), "v4": ("v",), "mv": ("m", "v"), "scale": ()}
+"""The moments that are kept in fields of other names."""
+
+
 class WritePass(Pass):
     """Set parameters from tensors: values of the master, in fp32 or in the type that computes, or of the
     moments "m" and "v".
@@ -313,11 +324,15 @@ class WritePass(Pass):
         self._values = values
         self._rewrite = rewrite
         names = {name for fields in values.values() for name in fields}
-        moments = names & {"m", "v"}
-        if moments and record.schema.in_blocks:
-            moments = {"m", "v"}  # of which a block's scales are
-        wanted = [name for name in record.schema.moments_of(moments) if name in record.fields]
-        self._names = (*wanted, *(record.schema.weights if "master" in names else ()))
+        wanted = {name for index, fields in values.items() for name in self._moments(index, fields)}
+        kept = [name for name in record.fields if name in wanted]
+        self._names = (*kept, *(record.schema.weights if "master" in names else ()))
+
+    def _moments(self, index: int, given: Iterable[str]) -> Iterable[str]:
+        """Return the fields to write of a parameter's moments: where they share blocks, those of both."""
+        given = {"m", "v"}.intersection(given)
+        in_blocks = self.record.schema.in_blocks
+        return self.record.moments_of(index) if given and in_blocks else given
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Tiles with a part of any of the parameters."""
@@ -329,15 +344,19 @@ class WritePass(Pass):
         """Read the fields first, unless every parameter in the tile is replaced."""
         parts = list(pieces(self.record.shard, start, stop))
         if not self._rewrite and all(
-            set(self._values.get(part.index, ())) >= self._fields_set() for part in parts
+            set(self._values.get(part.index, ())) >= self._fields_set(part.index) for part in parts
         ):
             return (), self._names
         return tuple(name for name in self._names if self.record.written(name, start)), self._names
 
-    def _fields_set(self) -> set[str]:
-        given = dict.fromkeys(self.record.schema.weights, "master")
-        found = {given.get(name, name) for name in self._names}
-        return found - {"mv", "scale"} | ({"m", "v"} if "mv" in found else set())
+    def _fields_set(self, index: int) -> set[str]:
+        """Return what has to be given of a parameter for all that is written of it to be replaced."""
+        record, written = self.record, set(self._names)
+        kept = written.intersection(record.moments_of(index))
+        if kept and record.schema.in_blocks:
+            kept = set(record.fields).intersection(record.moments_of(index))
+        found = {one for name in kept for one in _MOMENTS_IN.get(name, (name,))}
+        return found | ({"master"} if written.intersection(record.schema.weights) else set())
 
     def process(self, start: int, stop: int, addresses: dict[str, int]) -> None:
         """Split, rewrite or copy each parameter's piece."""
@@ -351,10 +370,9 @@ class WritePass(Pass):
                 name: tensor.data_ptr() + piece.within * tensor.element_size()
                 for name, tensor in values.items()
             }
-            stored = {
-                name: piece_address(self.record, addresses[name], piece.start, start, name)
-                for name in addresses
-            }
+            kept = {*self.record.schema.weights, *self.record.moments_of(piece.index)}
+            here = {name: addresses[name] for name in addresses if name in kept}
+            stored = piece_addresses(self.record, here, piece.start, start)
             if "master" in new:
                 self._write_master(piece.numel, new["master"], values["master"].dtype, stored)
             moments = {name: at for name, at in new.items() if name in ("m", "v")}

@@ -17,9 +17,9 @@ from infinity.sizes import format_size
 from infinity.tensors import local
 
 _WHO = {
-    "bf16": "AdamW, Adam, SGD, Adagrad and Lion",
-    "int8": "AdamW, Adam, SGD, Adagrad and Lion",
-    "int4": "AdamW and Adam, with two moments, and SGD without momentum",
+    "bf16": "AdamW, Adam, SGD, Adagrad, Lion and Muon",
+    "int8": "AdamW, Adam, SGD, Adagrad, Lion and Muon",
+    "int4": "AdamW, Adam, SGD, Adagrad, Lion and Muon",
 }
 """Which optimizers have what state_dtype, for the error."""
 

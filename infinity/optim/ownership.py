@@ -156,6 +156,8 @@ class Owning:
             engine = self.mine[id(parameter)].engine
             self._engines[id(engine)] = engine
             engine.arrivals.join(self)
+            unit, index = engine.parameters.unit_of(parameter)
+            unit.record.keep_moments(index, self.recipe_of(parameter).state)
             if parameter.requires_grad:
                 self.make_room(engine, parameter)
         self._made = True
@@ -231,10 +233,9 @@ class Owning:
         start = segment.start
         if unit.pending:
             engine.residency.flush(unit)  # of the earlier optimizer, by its recipe
+        kept = self.recipe_of(parameter).fields(unit.record.schema)
         under_way = not engine.lane.settled(unit.record)
-        if segment.numel and (
-            under_way or any(unit.record.written(name, start) for name in self.recipe_of(parameter).state)
-        ):
+        if segment.numel and (under_way or any(unit.record.written(name, start) for name in kept)):
             zeros = torch.zeros(segment.shape, dtype=torch.float32, device="cpu")
             if names := self.recipe_of(parameter).state:
                 engine.parameters.write(parameter, dict.fromkeys(names, spread_as(parameter, zeros)))

@@ -275,7 +275,7 @@ def _holds(sizes: UnitSizes, total_nbytes: int, *, on_gpu: bool) -> bool:
     building = divide(total_nbytes, schema=sizes.schema, on_device=on_gpu)
     weights = sizes.fields(sizes.schema.weights, building.tile_numel)
     training = divide(total_nbytes, max(sizes.resident), sizes.schema, on_device=on_gpu)
-    moments = sizes.fields(sizes.schema.moments, building.tile_numel)
+    moments = sizes.fields(sizes.schema.moments_of(("m", "v")), building.tile_numel)
     needed = weights + moments + sum(sizes.gradients) + sum(sizes.second) + sum(sizes.workers)
     return weights <= building.kept_nbytes and needed <= training.kept_nbytes
 

@@ -26,8 +26,9 @@ _MOMENTS: dict[str, dict[str, float]] = {
     "fp32": {"m": 4, "v": 4},
     "bf16": {"m": 2, "v": 2},
     "int8": {"m": 1, "v": 1, "scale": 8 / STATE_BLOCK},
-    "int4": {"mv": 1, "scale": 8 / STATE_BLOCK},
+    "int4": {"m4": 0.5, "v4": 0.5, "mv": 1, "scale": 8 / STATE_BLOCK},
 }
+_BOTH = ("m", "v")
 _OTHERS = {"grad16": 2, "grad32": 4, "activation": 2, "second": 2}
 _SLOT_NBYTES = 16
 
@@ -36,10 +37,11 @@ class RecordSchema:
     """The fields of a record, and what they take: fixed by the type that computes, and that of the
     optimizer's state.
 
-    state_dtype: "fp32", "bf16", "int8" or "int4", of which `mv` has both moments of an element in a byte;
-    dtype: "bf16", "fp16" or "fp32"; master_dtype: "fp32", or with "bf16" "fp24", whose `lo` has 8 bits. `hi`
-    is what computes, whatever its type. grad16 and grad32 are a spilled gradient's two forms; an activation
-    is a record of its own, and so is a second part of weights.
+    state_dtype: "fp32", "bf16", "int8" or "int4", of which `mv` has both moments of an element in a byte, and
+    `m4` and `v4` have a moment that is kept alone, two elements to a byte; dtype: "bf16", "fp16" or "fp32";
+    master_dtype: "fp32", or with "bf16" "fp24", whose `lo` has 8 bits. `hi` is what computes, whatever its
+    type. grad16 and grad32 are a spilled gradient's two forms; an activation is a record of its own, and so
+    is a second part of weights.
     """
 
     def __init__(
@@ -63,8 +65,10 @@ class RecordSchema:
         """The field for a gradient as one backward yields it."""
         self.moments = tuple(_MOMENTS[state_dtype])
         """The fields of an optimizer's state; each optimizer has those it needs."""
-        self.fields = (*self.weights, *self.moments)
-        """What a record holds at most of a trained unit, gradients apart."""
+        self.fields = (*self.weights, *self.moments_of(_BOTH))
+        """What a record holds of a unit that an optimizer of two moments trains, gradients apart."""
+        self.names = (*self.weights, *self.moments, *more)
+        """All fields that a record may have, gradients apart."""
         self.width = round(_WEIGHTS[dtype]["hi"])
         """Bytes of an element that computes."""
         self.slot_nbytes = max(_SLOT_NBYTES, round(sum(widths[name] for name in self.fields)) + 4)
@@ -108,8 +112,10 @@ class RecordSchema:
 
     def moments_of(self, kept: Iterable[str]) -> tuple[str, ...]:
         """Return the fields in which an optimizer's moments are that keeps these of `m` and `v`."""
-        kept = tuple(kept)
-        return tuple(name for name in self.moments if name in kept or (kept and name not in ("m", "v")))
+        kept = set(kept)
+        if kept and "mv" in self.moments:
+            return "mv" if len(kept) > 1 else f"{kept.pop()}4", "scale"
+        return tuple(name for name in self.moments if name in kept or (kept and name == "scale"))
 
     @property
     def stepped_nbytes(self) -> float:

@@ -30,3 +30,13 @@ def comes_straight(record: Record, address: int) -> bool:
         and isinstance(extent.store, CheckpointStore)
         and extent.store.comes_straight(extent, address)
     )
+
+
+def tiles_read_at_once(record: Record) -> int | None:
+    """Return how many tiles of what is packed in files fill a slot as they are there; all of those that are
+    transposed there. None where nothing is packed.
+    """
+    packed = record.packed_nbytes
+    if packed is None or record.is_transposed:
+        return None if packed is None else -(-record.shard.numel // record.tile_numel)
+    return max(1, record.schema.slot_nbytes * record.shard.numel // packed)

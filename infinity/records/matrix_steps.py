@@ -4,7 +4,7 @@
 For each matrix of a parameter (a parameter of more dimensions is a stack of matrices, its last two), with the
 operations of torch.optim.Muon in their order, so that its bits are torch's on the same number of threads:
     g = f32(grad) * clip
-    m = lerp(m, g, 1 - momentum)
+    m = lerp(m, g, 1 - momentum)            stored as the record stores moments, behind the next line
     u = lerp(g, m, momentum) with Nesterov, else m
     o = Newton-Schulz of bf16(u), see `orthogonalized`
     p = p * (1 - lr * weight_decay)
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from infinity import kernels
+from infinity.planning.layout import RecordSchema
 from infinity.records.weights import KERNEL_DTYPE, WIDEN, Weights
 from infinity.storage.memory import view
 
@@ -102,23 +103,29 @@ def of_shape(scalars: MuonScalars, shape: Sequence[int]) -> MuonScalars:
 
 
 @torch.no_grad()
-def gather(
-    n: int, m: int, grad: int, dtype: kernels.AnyGradientDtype, scalars: MuonScalars, into: Tensor
-) -> None:
-    """Update the momentum of n elements, fp32 at address `m`, and put what is to be orthogonalized into
-    `into`, [n] in bf16. grad: the address of the gradient, of type `dtype`.
+def gather(span: Any, schema: RecordSchema, scalars: MuonScalars, into: Tensor) -> None:
+    """Update the momentum of the elements of `span`, an UpdateSpan of update_rules, and put what is to be
+    orthogonalized into `into`, in bf16. A momentum that is not fp32 is widened, and rounded at random when it
+    is stored.
     """
-    width = _DTYPES[dtype].itemsize
-    values = torch.empty(min(n, CHUNK_NUMEL), dtype=torch.float32, device="cpu")
+    n, dtype = span.n, _DTYPES[span.dtype]
+    gradients, momenta = torch.empty((2, min(n, CHUNK_NUMEL)), dtype=torch.float32, device="cpu")
+    state: Any = schema.state_dtype
     for start in range(0, n, CHUNK_NUMEL):
         count = min(CHUNK_NUMEL, n - start)
-        g = values[:count]
-        WIDEN[_DTYPES[dtype]](count, grad + width * start, g.data_ptr())
+        at = {name: address + schema.nbytes(name, start) for name, address in span.at.items()}
+        g, moved = gradients[:count], momenta[:count]
+        WIDEN[dtype](count, span.grad + dtype.itemsize * start, g.data_ptr())
         if scalars.clip != 1:
             g.mul_(scalars.clip)
-        moved = torch.frombuffer(view(m + 4 * start, 4 * count), dtype=torch.float32)
+        if state == "fp32":
+            moved = torch.frombuffer(view(at["m"], 4 * count), dtype=torch.float32)
+        else:
+            kernels.widen_moment(state, count, at, moved.data_ptr())
         moved.lerp_(g, 1 - scalars.momentum)
         into[start : start + count].copy_(g.lerp_(moved, scalars.momentum) if scalars.nesterov else moved)
+        if state != "fp32":
+            kernels.round_moment(state, count, at, moved.data_ptr(), span.key, span.first + start)
 
 
 @torch.no_grad()
@@ -177,7 +184,7 @@ class MatrixRule:
     the recipe's kernels after. The latter get the scalars that `of_shape` returns.
     """
 
-    gather: Callable[[int, int, int, kernels.AnyGradientDtype, Any, Tensor], None]
+    gather: Callable[[Any, RecordSchema, Any, Tensor], None]
     orthogonalize: Callable[[Tensor, Any], None]
     of_shape: Callable[[Any, Sequence[int]], Any]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from mmap import mmap
@@ -113,6 +113,7 @@ class Record:
         self.watchers: set[Callable[[], None]] = set()
         """Called when the values of fields are about to change; see records/next_fields.py."""
         self._told: tuple[set[int], int] | None = None
+        self._alone: dict[int, tuple[str, ...]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._extents
@@ -192,9 +193,17 @@ class Record:
 
     def may_have(self, names: Sequence[str]) -> None:
         """Let it have further fields, of fp32, beside those of its schema."""
-        if not set(names) <= set(self.schema.fields):
+        if not set(names) <= set(self.schema.names):
             self.schema = self.schema.with_fields(names)
             self._cuts.know(self.schema)
+
+    def keep_moments(self, index: int, kept: Iterable[str]) -> None:
+        """Note which of `m` and `v` the optimizer of a parameter keeps, where it has fields by itself."""
+        self._alone[index] = self.schema.moments_of(kept)
+
+    def moments_of(self, index: int) -> tuple[str, ...]:
+        """Return the fields in which a parameter's moments are kept."""
+        return self._alone.get(index, self.schema.moments_of(("m", "v")))
 
     @property
     def in_files(self) -> Extent | None:
@@ -234,15 +243,6 @@ class Record:
     def is_transposed(self) -> bool:
         """Whether anything of it is packed in files in another order: it is best read at once."""
         return self._in_files is not None and self._in_files[0].transposes(self._in_files[1])
-
-    def tiles_read_at_once(self) -> int | None:
-        """Return how many tiles of what is packed in files fill a slot as they are there; all of those that
-        are transposed there. None where nothing is packed.
-        """
-        packed = self.packed_nbytes
-        if packed is None or self.is_transposed:
-            return None if packed is None else -(-self.shard.numel // self.tile_numel)
-        return max(1, self.schema.slot_nbytes * self.shard.numel // packed)
 
     def keep_packed(self, extent: Extent) -> None:
         """Keep what is packed in files in host memory as it is there: `extent`, of `packed_nbytes`."""
@@ -349,7 +349,7 @@ class Record:
             call()
 
     def _moved(self) -> None:
-        before, self.fields = self.fields, tuple(name for name in self.schema.fields if name in self._extents)
+        before, self.fields = self.fields, tuple(name for name in self.schema.names if name in self._extents)
         several = self.shard.numel > self.tile_numel
         self.packed = frozenset(name for name in self.fields if several and self.span(name) > self.tile_numel)
         self.all_in_host = all(self.in_host(name) for name in self.fields)

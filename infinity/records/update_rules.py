@@ -147,7 +147,12 @@ def _adamw(span: UpdateSpan, scalars: Any) -> None:
     call(span.n, hi, lo, m, v, span.grad, span.dtype, scalars, span.sums)
 
 
-def _on_small(recipe: kernels.SmallRecipe, *states: str) -> dict[tuple[str, str], Kernel]:
+_SMALL = ("bf16", "int8", "int4")
+"""In which moments can be kept beside fp32."""
+_STATES = ("fp32", *_SMALL)
+
+
+def _on_small(recipe: kernels.SmallRecipe) -> dict[tuple[str, str], Kernel]:
     """Return an optimizer's kernels on moments that are rounded stochastically, for weights of every type."""
 
     def of(weights: Any, state: Any) -> Kernel:
@@ -159,11 +164,7 @@ def _on_small(recipe: kernels.SmallRecipe, *states: str) -> dict[tuple[str, str]
 
         return step
 
-    return {(weights, state): of(weights, state) for weights in WEIGHTS for state in states}
-
-
-_ONE, _BOTH = ("bf16", "int8"), ("bf16", "int8", "int4")
-"""In which the moments of optimizers with one, and with two, can be kept beside fp32."""
+    return {(weights, state): of(weights, state) for weights in WEIGHTS for state in _SMALL}
 
 
 def on_every_record(step: Kernel) -> dict[tuple[str, str], Kernel]:
@@ -237,19 +238,19 @@ _ADAMW_KERNELS = {
     ("bf16", "fp32"): _adamw,
     ("fp16", "fp32"): _over(kernels.adamw_fp16, "hi", "master", "m", "v"),
     ("fp32", "fp32"): _over(kernels.adamw_fp32, "hi", "m", "v"),
-    **_on_small("adamw", *_BOTH),
+    **_on_small("adamw"),
 }
 
 _ADAM_KERNELS = {
     **on_every_record(_over(kernels.adam, "hi", "lo", "m", "v")),
-    **_on_small("adam", *_BOTH),
+    **_on_small("adam"),
 }
-_SGD_KERNELS = {**on_every_record(_over(kernels.sgd, "hi", "lo", "m")), **_on_small("sgd", *_ONE)}
+_SGD_KERNELS = {**on_every_record(_over(kernels.sgd, "hi", "lo", "m")), **_on_small("sgd")}
 _ADAGRAD_KERNELS = {
     **on_every_record(_over(kernels.adagrad, "hi", "lo", "v")),
-    **_on_small("adagrad", *_ONE),
+    **_on_small("adagrad"),
 }
-_LION_KERNELS = {**on_every_record(_over(kernels.lion, "hi", "lo", "m")), **_on_small("lion", *_ONE)}
+_LION_KERNELS = {**on_every_record(_over(kernels.lion, "hi", "lo", "m")), **_on_small("lion")}
 _ADAMW_KERNELS |= _on_fp24(_ADAMW_KERNELS)
 _ADAM_KERNELS |= _on_fp24(_ADAM_KERNELS)
 ADAM_STATE = {"m": "exp_avg", "v": "exp_avg_sq"}
@@ -266,7 +267,7 @@ def _summing(steps: Mapping[tuple[str, str], Kernel], *, every: bool = False) ->
 _STATELESS = {
     (dtype, state): step
     for (dtype, _), step in on_every_record(_without_momentum).items()
-    for state in ("fp32", *_BOTH)
+    for state in _STATES
 }
 
 ADAMW = Recipe(
@@ -302,7 +303,7 @@ MUON = Recipe(
     "Muon",
     {"m": "momentum_buffer"},
     muon_scalars,
-    {(dtype, "fp32"): moves(weights) for dtype, weights in WEIGHTS.items()},
+    {(dtype, state): moves(weights) for dtype, weights in WEIGHTS.items() for state in _STATES},
     matrices=MUON_RULE,
 )
 

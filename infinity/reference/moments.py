@@ -36,7 +36,8 @@ on the grid; a finite value beyond the largest finite grid point is truncated to
 The same with coarser grids: of m the floats with one bit of mantissa, 2^22 apart in their bits, and of v the
 powers of two, 2^23 apart; the 20 random bits are the highest below a grid step. m has a sign (bit 3) and 7
 codes beside 0, of which the smallest is 1/8 of the scale; v 15, of which the smallest is 2^-14 of it. Powers
-of two have no NaN: a v that is NaN becomes infinite (its m, and so its weight, stay NaN).
+of two have no NaN: a v that is NaN becomes infinite (its m, and so its weight, stay NaN). An optimizer of one
+moment has the same codes of it, and scales of zero for the other.
 """
 
 from collections.abc import Callable

@@ -71,7 +71,8 @@ def test_saved_on_3_loaded_on_2_saved_and_loaded_on_1(by_default):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "state_dtype"), [("llama", "fp32"), ("llama", "int8"), ("mixtral", "bf16"), ("gpt2", "fp32")]
+    ("name", "state_dtype"),
+    [("llama", "fp32"), ("llama", "int8"), ("llama", "int4"), ("mixtral", "bf16"), ("gpt2", "fp32")],
 )
 def test_saved_on_4_loaded_on_2_saved_loaded_on_1_and_saved_and_loaded_on_3(folder, name, state_dtype):
     cases = moves(4, name, state_dtype)

@@ -11,7 +11,7 @@ import transformers
 
 import infinity
 import models
-from infinity import AdamW, Init
+from infinity import AdamW, Init, Lion
 from infinity.checkpoint.export import export_checkpoint
 from infinity.checkpoint.save_load import read_manifest
 from infinity.engine.engine import engine_of_model
@@ -19,11 +19,11 @@ from infinity.engine.engine import engine_of_model
 pytestmark = [pytest.mark.disk, pytest.mark.usefixtures("deterministic")]
 
 
-def built(folder, experts, name="mixtral", **settings):
+def built(folder, experts, name="mixtral", kind=AdamW, **settings):
     folder.mkdir()
     with Init(nvme=folder, host_memory="2MiB", experts=experts, **settings):
         model = models.of_experts(name)
-    return model, AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    return model, kind(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
 def train(model, optimizer, steps, first=0):
@@ -103,8 +103,11 @@ def test_a_durable_run_goes_on_with_its_slices(folder):
     assert [key for key in there if not torch.equal(found[key], there[key])] == []
 
 
-def test_int8_moments_of_slices_that_are_whole_blocks_are_saved_as_the_stacks(folder):
-    ours, again = (built(folder / one, "slices", state_dtype="int8") for one in ("ours", "again"))
+@pytest.mark.parametrize(("kind", "state_dtype"), [(AdamW, "int8"), (Lion, "int4")])
+def test_codes_of_slices_that_are_whole_blocks_are_saved_as_the_stacks(folder, kind, state_dtype):
+    ours, again = (
+        built(folder / one, "slices", kind=kind, state_dtype=state_dtype) for one in ("ours", "again")
+    )
     train(*ours, 2)
     infinity.save(*ours, folder / "saved")
     names = {one.name for one in read_manifest(folder / "saved").tensors}

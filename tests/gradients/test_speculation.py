@@ -14,7 +14,7 @@ import deep
 import infinity
 import models
 from deep import LAYERS, SETTINGS, WIDTH, Deep
-from infinity import SGD, AdamW, Init, UnsupportedError, stats
+from infinity import SGD, AdamW, Init, Lion, UnsupportedError, stats
 from infinity.aio import StorageFullError
 from infinity.gradients import early
 from infinity.gradients.speculation import why_never
@@ -334,21 +334,22 @@ def test_a_norm_that_is_not_finite_is_refused_what_was_written(folder):
 
 
 @pytest.mark.parametrize(
-    "init",
+    ("kind", "init"),
     [
-        {"state_dtype": "int8"},
-        pytest.param({"state_dtype": "bf16"}, marks=pytest.mark.slow),
-        pytest.param({"dtype": "fp32"}, marks=pytest.mark.slow),
+        (AdamW, {"state_dtype": "int8"}),
+        (Lion, {"state_dtype": "int4"}),
+        pytest.param(AdamW, {"state_dtype": "bf16"}, marks=pytest.mark.slow),
+        pytest.param(AdamW, {"dtype": "fp32"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_every_form_of_a_record_has_two_generations(folder, init):
+def test_every_form_of_a_record_has_two_generations(folder, kind, init):
     found = []
     for speculate in (False, True):
         torch.manual_seed(0)
         with Init(nvme=folder, host_memory="1.5MiB", **init):
             model = Deep()
-        optimizer = AdamW(model.parameters(), max_norm=NEVER, speculate=speculate, **SETTINGS)
+        optimizer = kind(model.parameters(), max_norm=NEVER, speculate=speculate, **SETTINGS)
         for number in range(4):
             x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(number))
             model(x.to(next(model.parameters()).dtype)).square().mean().backward()

@@ -31,8 +31,11 @@ GROUPS = {
     "adagrad": {"lr": 1e-2, "lr_decay": 0.01, "eps": 1e-10, "weight_decay": 0.1},
     "lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1},
 }
-STATES = [(recipe, state) for recipe in GROUPS for state in ("bf16", "int8")]
-STATES += [("adamw", "int4"), ("adam", "int4")]
+STATES = [(recipe, state) for recipe in GROUPS for state in ("bf16", "int8", "int4")]
+
+
+PER_BYTE = {"m4": 2, "v4": 2}
+"""Elements to a byte."""
 
 
 def settings(recipe, step, clip):
@@ -57,7 +60,9 @@ def moments_of(recipe, state, n):
     width = {"bf16": torch.bfloat16, "int8": torch.uint8, "int4": torch.uint8}[state]
     scales = 2 * -(-n // kernels.STATE_BLOCK)
     return {
-        name: torch.zeros(scales) if name == "scale" else torch.zeros(n, dtype=width)
+        name: torch.zeros(scales)
+        if name == "scale"
+        else torch.zeros(-(-n // PER_BYTE.get(name, 1)), dtype=width)
         for name in kernels.fields_of_moments(recipe, state)
     }
 
@@ -84,7 +89,9 @@ def as_in_records(state, stored):
     """Return the reference's stored moments by the names of records' fields."""
     m, v = stored["exp_avg"], stored["exp_avg_sq"]
     if state == "int4":
-        return {"mv": m | v << 4, "scale": stored["scale"]}
+        m4, v4 = (torch.nn.functional.pad(one, (0, len(one) % 2)).view(-1, 2) for one in (m, v))
+        alone = {"m4": m4[:, 0] | m4[:, 1] << 4, "v4": v4[:, 0] | v4[:, 1] << 4}
+        return {"mv": m | v << 4, **alone, "scale": stored["scale"]}
     return {"m": m, "v": v, **({"scale": stored["scale"]} if state == "int8" else {})}
 
 
@@ -185,7 +192,9 @@ def test_any_number_of_threads_gives_the_same_bits():
     same_on_any_threads(every_operation)
 
 
-@pytest.mark.parametrize(("recipe", "state"), [("adamw", "int4"), ("lion", "int8"), ("adagrad", "bf16")])
+@pytest.mark.parametrize(
+    ("recipe", "state"), [("adamw", "int4"), ("lion", "int8"), ("adagrad", "bf16"), ("sgd", "int4")]
+)
 def test_a_range_cut_in_pieces_gives_the_same_bits(recipe, state):
     n, cut = 5_021, 1_280
     grad, results = torch.randn(n, generator=torch.Generator().manual_seed(1)), []
@@ -194,7 +203,9 @@ def test_a_range_cut_in_pieces_gives_the_same_bits(recipe, state):
         for step in (1, 2, 3):
             for start, end in itertools.pairwise(cuts):
                 part = {
-                    name: one[start // kernels.STATE_BLOCK * 2 :] if name == "scale" else one[start:end]
+                    name: one[start // kernels.STATE_BLOCK * 2 :]
+                    if name == "scale"
+                    else one[start // PER_BYTE.get(name, 1) :]
                     for name, one in fields.items()
                 }
                 run(
@@ -209,6 +220,34 @@ def test_a_range_cut_in_pieces_gives_the_same_bits(recipe, state):
                 )
         results.append(fields)
     assert all(torch.equal(bits(one), bits(results[1][name])) for name, one in results[0].items())
+
+
+ALONE = {"bf16": ("m", "v"), "int8": ("m", "v"), "int4": ("m4", "v4")}
+
+
+@pytest.mark.parametrize("n", [1, 7, 256, 5_021])
+@pytest.mark.parametrize("state", ALONE)
+@pytest.mark.parametrize("moment", [0, 1])
+def test_one_moment_is_rounded_as_by_a_step_and_comes_back_as_the_reference_has_it(isa, state, moment, n):
+    values, key = random_bits(n, 5).nan_to_num(1.0).abs(), reference_state.state_key(1, 2, 3)
+    both = [values if number == moment else torch.zeros(n) for number in (0, 1)]
+    stored = reference_state.zero_moments(values, state)
+    reference_state.store(stored, *both, key, state)
+    name = ALONE[state][moment]
+    codes = torch.zeros(
+        -(-n // PER_BYTE.get(name, 1)), dtype=torch.bfloat16 if state == "bf16" else torch.uint8
+    )
+    fields = {name: codes, "scale": torch.zeros(2 * -(-n // kernels.STATE_BLOCK))}
+    at = {one: field.data_ptr() for one, field in fields.items() if one != "scale" or state != "bf16"}
+    kernels.round_moment(state, n, at, values.data_ptr(), key)
+    for one, expected in as_in_records(state, stored).items():
+        if one in at:
+            assert torch.equal(bits(expected), bits(fields[one])), one
+    back, again = torch.empty(n), codes.clone()
+    kernels.widen_moment(state, n, at, back.data_ptr())
+    assert torch.equal(back, reference_state.widened(stored, state)[moment])
+    kernels.round_moment(state, n, at, back.data_ptr())
+    assert torch.equal(bits(codes), bits(again)), "to the nearest: what is on the grid stays"
 
 
 def test_a_4_bit_moment_is_right_on_average():

@@ -1,12 +1,13 @@
 """Small moments of every optimizer, on weights of every type. Trusted: plain torch. A real disk."""
 
+import itertools
+
 import pytest
 import torch
 import transformers
 
 import infinity
 import models
-from infinity import UnsupportedError
 from infinity.engine.engine import engine_of_model
 from infinity.reference import recipe as reference
 from infinity.reference import steps as reference_steps
@@ -74,12 +75,11 @@ class Plain:
             parameter.grad = None
 
 
-TWO_MOMENTS = ("Adam", "AdamW")
-CASES = [
-    (kind, dtype, state) for kind in KINDS for dtype in ("bf16", "fp16", "fp32") for state in ("bf16", "int8")
-]
-CASES += [(kind, dtype, "int4") for kind in TWO_MOMENTS for dtype in ("bf16", "fp16", "fp32")]
+CASES = list(itertools.product(KINDS, ("bf16", "fp16", "fp32"), ("bf16", "int8", "int4")))
 DEFAULT = {
+    ("Lion", "bf16", "int4"),
+    ("SGD", "fp16", "int4"),
+    ("Adagrad", "fp32", "int4"),
     ("Lion", "bf16", "int8"),
     ("SGD", "fp32", "bf16"),
     ("Adagrad", "bf16", "int8"),
@@ -121,17 +121,29 @@ def test_training_saving_and_setting_moments_equal_the_steps_in_plain_torch(
     assert train(again, loaded, 2, first=3) == expected
 
 
-@pytest.mark.parametrize(
-    ("kind", "known"), [("Lion", "fp32 or bf16 or int8"), ("Adagrad", "fp32 or bf16 or int8")]
-)
-def test_4_bits_for_one_moment_are_refused_by_name(folder, kind, known):
-    with infinity.Init(nvme=folder, host_memory="1MiB", state_dtype="int4"):
-        layer = torch.nn.Linear(8, 8)
-    with pytest.raises(
-        UnsupportedError, match=rf"{kind} keeps its state in {known}.*'int4', which AdamW and Adam"
-    ):
-        make(kind, layer.parameters())
-    infinity.SGD(layer.parameters(), lr=1e-2)  # has none
+@pytest.mark.parametrize("state_dtype", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("memory", ["320KiB", "64MiB"])
+def test_a_new_optimizer_of_any_kind_starts_with_moments_of_zero(folder, memory, state_dtype):
+    with infinity.Init(nvme=folder, host_memory=memory, state_dtype=state_dtype):
+        layers = torch.nn.Sequential(torch.nn.Linear(40, 600), torch.nn.Linear(600, 40))
+
+    def stepped(optimizer):
+        layers(torch.ones(2, 40, dtype=torch.bfloat16)).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    optimizer = stepped(infinity.AdamW(layers.parameters()))
+    for kind in ("Lion", "AdamW", "SGD", "Adagrad", "AdamW"):
+        with pytest.warns(UserWarning, match="supersedes it"):
+            optimizer = make(kind, layers.parameters())
+        begin = KINDS[kind][0].get("initial_accumulator_value", 0)
+        engine, places = engine_of_model(layers), KINDS[kind][1]
+        for one in layers.parameters():
+            assert all((values == begin).all() for values in engine.parameters.read(one, list(places)))
+        stepped(optimizer)
+        for one in layers.parameters():
+            assert all(optimizer.state[one][name].count_nonzero() for name in places.values())
 
 
 @pytest.mark.parametrize("state_dtype", ["int8", "int4"])

@@ -77,13 +77,15 @@ class Plain:
 
 
 CASES = [(name, dtype, state) for name in KINDS for dtype in ("bf16", "fp32") for state in ("bf16", "int8")]
-CASES += [("RAdam", "bf16", "int4"), ("RAdam", "fp16", "int8"), ("Adadelta", "fp16", "int8")]
+CASES += [(name, "bf16", "int4") for name in ("RAdam", "RMSprop", "SGD")]
+CASES += [("RAdam", "fp16", "int8"), ("Adadelta", "fp16", "int8")]
 DEFAULT = {
     ("RMSprop", "bf16", "int8"),
     ("RMSprop with momentum", "fp32", "bf16"),
     ("Adadelta", "fp16", "int8"),
     ("Rprop", "bf16", "int8"),
     ("RAdam", "bf16", "int4"),
+    ("RMSprop", "bf16", "int4"),
 }
 
 
@@ -224,7 +226,7 @@ def test_a_layer_of_another_type_keeps_its_state_in_fp32(folder):
     assert all(torch.equal(one, plain.state_dict()[key]) for key, one in layers[1].state_dict().items())
 
 
-@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("state_dtype", ["bf16", "int8", "int4"])
 def test_another_optimizer_of_the_same_layer_changes_no_bit_of_it(folder, state_dtype):
     shown = []
     for beside in (False, True):

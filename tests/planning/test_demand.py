@@ -134,6 +134,12 @@ def test_init_accepts_the_smallest_budget_without_nvme_and_nothing_a_mib_below(t
 # What needs no engine
 
 
+def test_the_fewer_bytes_moments_take_the_less_memory_holds_all_of_a_model():
+    settings = [Setting(MIB, nvme=False, state_dtype=one) for one in ("fp32", "bf16", "int8", "int4")]
+    least = [least_host_nbytes(OUTLINE, one) for one in settings]
+    assert sorted(set(least), reverse=True) == least
+
+
 def per_parameter(**changes):
     need = demand(OUTLINE, Setting(**{"host_nbytes": 128 << 10, "update": "backward", **changes}))
     numel = sum(unit.numel for unit in need.units)

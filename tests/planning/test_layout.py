@@ -67,14 +67,29 @@ FORMS = [("fp32",), ("bf16",), ("int8",), ("fp32", "fp16"), ("fp32", "fp32")]
         ("fp32", ("m", "v"), [2048, 2048, 4096, 4096]),
         ("bf16", ("m", "v"), [2048, 2048, 2048, 2048]),
         ("int8", ("m", "v", "scale"), [2048, 2048, 1024, 1024, 32]),
+        ("int4", ("mv", "scale"), [2048, 2048, 1024, 32]),
     ],
 )
 def test_a_format_holds_weights_and_moments_of_its_width(state_dtype, moments, nbytes):
     schema = RecordSchema(state_dtype)
-    assert schema.moments == moments
+    assert schema.moments_of(("m", "v")) == moments
     assert schema.fields == ("hi", "lo", *moments)
     assert [schema.nbytes(field, 1024) for field in schema.fields] == nbytes
     assert (schema.nbytes("grad16", 1024), schema.nbytes("grad32", 1024)) == (2048, 4096)
+
+
+def test_a_moment_that_is_kept_alone_takes_half_of_the_bytes_of_both():
+    for state_dtype in ("fp32", "bf16", "int8", "int4"):
+        schema = RecordSchema(state_dtype)
+        kept = {names: schema.moments_of(names) for names in (("m",), ("v",), ("m", "v"))}
+        nbytes = {
+            names: sum(schema.nbytes(field, 4096) for field in fields if field != "scale")
+            for names, fields in kept.items()
+        }
+        assert 2 * nbytes["m",] == 2 * nbytes["v",] == nbytes["m", "v"]
+        assert {"scale" in fields for fields in kept.values()} == {schema.in_blocks}
+        assert schema.moments_of(()) == ()
+    assert RecordSchema("int4").names == ("hi", "lo", "m4", "v4", "mv", "scale")
 
 
 def test_8_bit_moments_have_a_pair_of_fp32_scales_for_each_block():

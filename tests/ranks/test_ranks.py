@@ -56,8 +56,11 @@ EXACT = [
     "muon fp32",
     "muon backward",
     "muon of experts",
+    "muon in bf16 state",
     "muon stage 2",
     "nvme muon",
+    "nvme muon in int4",
+    "nvme muon in int8",
     "nvme muon backward",
     "mesh",
     "grid",
@@ -114,7 +117,7 @@ CASES = {
 BY_DEFAULT = {
     *("no_sync", "frozen", "nvme accumulated", "stage 1", "stage 2 backward", "a head in fp32"),
     *("experts", "edited", "overflow on nvme", "deepspeed", "mesh", "joined llama", *OTHERS),
-    "nvme muon backward",
+    *("nvme muon backward", "nvme muon in int4"),
 } - {"chosen", "partitioned", "nvme activation memory"}  # of each of these there is another
 """Of those on two ranks: every mechanism once; each launch of more ranks, and the other cases, are slow."""
 

@@ -85,7 +85,8 @@ class Here:
         model = self.build(name, place, seed, **init).train()
         parameters = list(model.parameters())
         groups = [{"params": parameters[1:]}, {"params": parameters[:1], "weight_decay": 0.5}]
-        optimizer = infinity.AdamW(groups, lr=1e-2, update=update)
+        kind = infinity.Lion if init.get("state_dtype") == "int4" else infinity.AdamW
+        optimizer = kind(groups, lr=1e-2, update=update)
         return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
 
     def go_on(self, training, first, last):

@@ -26,10 +26,10 @@ def train(model, optimizer, micro):
 
 
 @functools.cache
-def in_memory(name, dtype, muons, clip, micro):
+def in_memory(name, dtype, state_dtype, muons, clip, micro):
     """Train the reference, once for all cases that differ in where what lies. muons: the names of Muon's."""
     model = build_reference(name, computes=dtype)
-    return train(model, PlainMuon(model, muons, clip=clip), micro)
+    return train(model, PlainMuon(model, muons, clip=clip, state_dtype=state_dtype), micro)
 
 
 @contextlib.contextmanager
@@ -55,7 +55,7 @@ def compare_muon(name, *, micro=1, update="forward", clip=None, dtype="bf16", **
     optimizer = infinity.Muon(groups, update=update, max_norm=clip)
     muons = {id(one) for one in groups[0]["params"]}
     names = {key for key, pieces in models.named_wholes(ours) if id(pieces[0]) in muons}
-    expected = in_memory(name, dtype, frozenset(names), clip, micro)
+    expected = in_memory(name, dtype, init.get("state_dtype", "fp32"), frozenset(names), clip, micro)
     with orthogonalized() as here:
         actual = train(ours, optimizer, micro)
     numbers = [one["momentum_buffer"] for one in optimizer.state_dict()["state"].values() if len(one) == 2]
@@ -80,7 +80,10 @@ MUONS = {
     "muon fp32": lambda: compare_muon("llama", dtype="fp32"),
     "muon backward": lambda: compare_muon("gpt2", update="backward"),
     "muon of experts": lambda: compare_muon("experts", **NVME),
+    "muon in bf16 state": lambda: compare_muon("gpt2", state_dtype="bf16"),
     "muon stage 2": lambda: compare_muon("llama", stage=2, update="backward"),
     "nvme muon": lambda: compare_muon("gpt2", **NVME),
+    "nvme muon in int4": lambda: compare_muon("llama", state_dtype="int4", **NVME),
+    "nvme muon in int8": lambda: compare_muon("gpt2", state_dtype="int8", update="backward", **NVME),
     "nvme muon backward": lambda: compare_muon("gpt2", update="backward", **NVME),
 }

@@ -70,6 +70,18 @@ def test_small_moments_train_a_small_llama_as_far_as_exact_ones(folder):
 
 
 @pytest.mark.disk
+@pytest.mark.parametrize("optimizer", [one for one in losses.OPTIMIZERS if one != "AdamW"])
+def test_each_optimizer_has_curves_of_its_own(folder, tmp_path, optimizer):
+    pytest.importorskip("transformers")
+    source = tmp_path / "text.txt"
+    source.write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    settings = [replace(TINY, steps=2, optimizer=one) for one in (optimizer, "AdamW")]
+    own, adamw = (list(losses.losses(one, "int4", Text(str(source)), folder)) for one in settings)
+    assert own[0] == adamw[0]
+    assert own[1] != adamw[1]
+
+
+@pytest.mark.disk
 def test_all_curves_start_from_the_same_weights_and_text(folder, tmp_path):
     pytest.importorskip("transformers")
     source = tmp_path / "text.txt"
