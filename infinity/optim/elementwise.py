@@ -10,8 +10,8 @@ tensors, or sums over rows (Adafactor) are refused by name, and so is Muon, whic
 Beside `m`, codes have a sign; those of `v` have none, and twice the range instead. The test shows which
 tensors of a class are never negative: the first of these is `v`, and the other one `m`. Two tensors that both
 have a sign find no codes, so that their class is refused "int8". One that becomes negative only after the
-test is an error in that step. "int4" is for moments that mean what Adam's do, which torch's names tell. What
-may not be rounded stays in fp32: integers, and the state of the centered RMSprop.
+test is an error in that step. "int4" is for one tensor, or for two that mean what Adam's do, which torch's
+names tell. What may not be rounded stays in fp32: integers, and the state of the centered RMSprop.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class _OptimizerKind:
         states = ["fp32"]
         if self._rounds and not set(self._state) >= _SUBTRACTED:
             states += ["bf16"] + ["int8"] * (len(self._signed) < len(_FIELDS))
-            states += ["int4"] * (self.in_codes in ({}, ADAM_STATE))
+            states += ["int4"] * (len(self._state) < len(_FIELDS) or self.in_codes == ADAM_STATE)
         kernels = {(dtype, state): self._on(dtype, state) for dtype in WEIGHTS for state in states}
         name = f"Elementwise({self._kind.__name__})"
         return Recipe(name, self._fields, self._scalars, kernels, in_codes=self.in_codes)

@@ -62,6 +62,10 @@ def round_moments(
     if schema.state_dtype == "fp32":
         write_moments(schema, numel, stored, values)
         return
+    if "mv" in schema.moments and "mv" not in stored:
+        for source in values.values():
+            kernels.round_moment("int4", numel, _alone(stored), source, *noise)
+        return
     wide, narrow = torch.zeros((2, 2, numel), dtype=torch.float32, device="cpu")
     others = {name: one.data_ptr() for name, one in zip(("m", "v"), wide, strict=True) if name not in values}
     read_moments(schema, numel, stored, others)

@@ -77,13 +77,15 @@ class Plain:
 
 
 CASES = [(name, dtype, state) for name in KINDS for dtype in ("bf16", "fp32") for state in ("bf16", "int8")]
-CASES += [("RAdam", "bf16", "int4"), ("RAdam", "fp16", "int8"), ("Adadelta", "fp16", "int8")]
+CASES += [(name, "bf16", "int4") for name in ("RAdam", "RMSprop", "SGD")]
+CASES += [("RAdam", "fp16", "int8"), ("Adadelta", "fp16", "int8")]
 DEFAULT = {
     ("RMSprop", "bf16", "int8"),
     ("RMSprop with momentum", "fp32", "bf16"),
     ("Adadelta", "fp16", "int8"),
     ("Rprop", "bf16", "int8"),
     ("RAdam", "bf16", "int4"),
+    ("RMSprop", "bf16", "int4"),
 }
 
 
@@ -222,6 +224,24 @@ def test_a_layer_of_another_type_keeps_its_state_in_fp32(folder):
         for key in ("square_avg", "momentum_buffer"):
             assert torch.equal(optimizer.state[ours][key], theirs.state[one][key]), key
     assert all(torch.equal(one, plain.state_dict()[key]) for key, one in layers[1].state_dict().items())
+
+
+@pytest.mark.parametrize("state_dtype", ["bf16", "int8", "int4"])
+def test_another_optimizer_of_the_same_layer_changes_no_bit_of_it(folder, state_dtype):
+    shown = []
+    for beside in (False, True):
+        torch.manual_seed(0)
+        with infinity.Init(nvme=folder, host_memory="1MiB", state_dtype=state_dtype):
+            layer = torch.nn.Linear(40, 60)
+        optimizers = [wrapped("RMSprop", [layer.weight])]
+        optimizers += [infinity.AdamW([layer.bias])] if beside else []
+        for step in range(4):
+            layer(torch.full((2, 40), 0.1 + step, dtype=torch.bfloat16)).float().sum().backward()
+            for one in optimizers:
+                one.step()
+            layer.zero_grad()
+        shown.append((layer.state_dict()["weight"], optimizers[0].state[layer.weight]["square_avg"]))
+    assert all(map(torch.equal, *shown))
 
 
 class Elementwise(torch.optim.Optimizer):

@@ -497,9 +497,9 @@ TRIED = {
         lambda lab: infinity.Muon(lab.build(lambda: nn.Conv2d(3, 4, 3)).parameters()),
     ],
     "`amsgrad=True`": [lambda lab: lab.optimizer(amsgrad=True)],
-    '`state_dtype` with `wrap_optimizer`: of the centered RMSprop; `"int4"` of others than RAdam and Adam': [
+    '`state_dtype` with `wrap_optimizer`: of the centered RMSprop; `"int4"` of two tensors, but Adam\'s': [
         wrapped("RMSprop", centered=True, settings=INT8),
-        wrapped("RMSprop", settings={"state_dtype": "int4"}),
+        wrapped("Adadelta", settings={"state_dtype": "int4"}),
     ],
     '`master_dtype="fp24"` with fp16 or fp32': [
         lambda lab: lab.model(dtype="fp16", **FP24),
