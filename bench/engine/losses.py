@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +69,7 @@ def _optimizer(settings: CurveSettings, model: torch.nn.Module) -> torch.optim.O
         return infinity.Muon(groups, update="backward")
     if settings.optimizer == "SGD":
         given["momentum"] = 0.9
-    kind: type[infinity.AdamW] = getattr(infinity, settings.optimizer)  # or another one of its kind
+    kind: Callable[..., torch.optim.Optimizer] = getattr(infinity, settings.optimizer)
     return kind(model.parameters(), **given, update="backward")
 
 
