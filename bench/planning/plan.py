@@ -478,7 +478,7 @@ def _disk(options: argparse.Namespace) -> Disk | None:
             "--nvme-mixed."
         )
     beside = min(1.0, speed.beside / speed.mixed) if speed.beside else 1.0
-    return Disk(speed.read, speed.write, speed.mixed, beside)
+    return Disk(speed.read, speed.write, speed.mixed, beside, speed.taken)
 
 
 def _rates(options: argparse.Namespace, disk: Disk | None) -> Rates | None:
@@ -489,7 +489,7 @@ def _rates(options: argparse.Namespace, disk: Disk | None) -> Rates | None:
     on_host = options.device_memory is None and options.gpu_memory is None
     shared = Disk(*(rate / options.local_ranks for rate in (disk.read, disk.write, disk.mixed)))
     link = options.link * 1e9 if options.link else kernels.link
-    rates = replace(kernels, disk=shared, moving=disk.beside, link=link)
+    rates = replace(kernels, disk=shared, moving=disk.beside, moved_s=disk.taken, link=link)
     if on_host:
         return replace(rates, **cores.BESIDE) if rates.shared else rates
     gpu_link = options.gpu_link * 1e9 if options.gpu_link else kernels.copied

@@ -4,13 +4,14 @@ I/O.
 [Note: servers]
 Reads, writes, the lane's work, collectives and computing are *servers*, each serving one demand after the
 other at a speed that depends on who else is busy: a disk that reads and writes at once does the mix, half
-each, and is slower while the cores compute, for which the thread that asks it waits; cores that compute and
-update at once do either at some share of its speed. What the lane does for each request of a tile ("asking":
-Python, and waking the disk's thread) is a server of its own: it disturbs computing otherwise than updates do.
-Where an accelerator computes, its link is two servers, "up" and "down", and the thread that launches its work
-one more, "launch" (see simulated_device); "work" is then the thread that computes updates, and "handling" the
-lane's. Updates are as fast as host memory moves their records, so they lose what the link's copies take of
-that. Time jumps to whatever ends next.
+each, and is slower while the cores compute, for which the thread that asks it waits. That thread takes a core
+for some time for every byte, and as each core has its share of an operation, all of them wait until it is
+free again. Cores that compute and update at once do either at some share of its speed. What the lane does for
+each request of a tile ("asking": Python, and waking the disk's thread) is a server of its own: it disturbs
+computing otherwise than updates do. Where an accelerator computes, its link is two servers, "up" and "down",
+and the thread that launches its work one more, "launch" (see simulated_device); "work" is then the thread
+that computes updates, and "handling" the lane's. Updates are as fast as host memory moves their records, so
+they lose what the link's copies take of that. Time jumps to whatever ends next.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from infinity.planning.bottleneck import Speed
 from infinity.planning.moments import NOW, Moment
 from infinity.planning.queue import Job, Queue, QueuedPass
 
+_LEAST_OF_CORES = 0.1
+"""That computing has of its cores, whatever the disk takes: with nothing, a forecast would never end."""
 GIVEN_TILES = 2
 """That a thread which computes has at once; what waits behind them is put in order."""
 LEFT_TO_FETCHES = 4
@@ -44,6 +47,8 @@ class Disk:
     """Both at once, together."""
     beside: float = 1.0
     """How fast it is, of that, while every core computes."""
+    taken: float = 0.0
+    """Seconds of a core that a byte takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,8 @@ class Rates:
     """How fast these then compute."""
     moving: float = 1.0
     """How fast the disk is while these compute."""
+    moved_s: float = 0.0
+    """Seconds of a core that the disk's thread takes for each byte."""
     use_s: float = 0.0
     """Seconds of the thread that computes for each use of a unit that is moved: hooks and gradients."""
     launch_s: float = 0.0
@@ -159,6 +166,9 @@ class Clock:
             busy["work"], busy["compute"] = self._rates.working, self._rates.computing
         elif self._rates.shared and "asking" in busy and "compute" in busy:
             busy["asking"], busy["compute"] = self._rates.asking, self._rates.computing_asked
+        moved = sum(speed for name, speed in busy.items() if name in ("read", "write"))
+        if self._rates.shared and "compute" in busy and moved:
+            busy["compute"] *= max(_LEAST_OF_CORES, 1 - moved * self._rates.moved_s)
         copied = sum(speed for name, speed in busy.items() if name in ("up", "down"))
         if "work" in busy and copied and self._rates.memory < math.inf:
             busy["work"] *= max(_LEAST_OF_MEMORY, 1 - copied / self._rates.memory)

@@ -4,11 +4,12 @@
 A step reads and writes at the same time, so the depth (pieces in flight) and the piece size are chosen for
 the best rate of half reads, half writes. Reads alone and writes alone are then measured with that choice, and
 the mix once more while every core computes: the thread that asks the drive waits for a core then, and the
-drive for it (measured on two cores with 16 pieces of 256 KiB: 3.2 GB/s in the place of 3.9). All measurements
-use the engine that training uses, on a nameless file whose blocks have been written once, since new blocks
-are slow. Among rates within 5 % of the best the one with the least bytes in flight wins: a deep queue makes a
-record that is needed now wait longer. Of those with as much in flight it is the one with the largest pieces:
-each takes 2.4 us of a core that the model computes on, and drives split what is too large for them.
+drive for it (measured on two cores with 16 pieces of 256 KiB: 3.2 GB/s in the place of 3.9). What the
+engine's threads take of these cores for each byte is counted meanwhile. All measurements use the engine that
+training uses, on a nameless file whose blocks have been written once, since new blocks are slow. Among rates
+within 5 % of the best the one with the least bytes in flight wins: a deep queue makes a record that is needed
+now wait longer. Of those with as much in flight it is the one with the largest pieces: each takes 2.4 us of a
+core that the model computes on, and drives split what is too large for them.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class DiskSpeed:
     """The day of the measurement, "2026-05-01"; "" for none."""
     beside: float = 0.0
     """Bytes per second as `mixed`, while every core computes. A rate of 0, as above."""
+    taken: float = 0.0
+    """Seconds of a core that the engine's threads take for each of these bytes, as above."""
 
     def __post_init__(self) -> None:
         """Check values that may come from a damaged cache.
@@ -91,8 +94,8 @@ class DiskSpeed:
             )
 
     @property
-    def _rates(self) -> tuple[float, float, float, float]:
-        return self.read, self.write, self.mixed, self.beside
+    def _rates(self) -> tuple[float, ...]:
+        return self.read, self.write, self.mixed, self.beside, self.taken
 
 
 def default_speed(engine_kind: str) -> DiskSpeed:
@@ -203,28 +206,39 @@ def _measure(folder: str, engine_kind: str | None) -> DiskSpeed:
                     _move(chosen, file, memory, verb, nbytes, _ALONE_S) for verb in (READ, WRITE)
                 )
             )
-            with _computing():
+            before_s = _others_s()
+            with _computing() as computed_s:
                 moved, wall_s = _move(chosen, file, memory, MIXED, nbytes, _BESIDE_S)
-    speed = DiskSpeed(read, write, mixed, depth, piece_nbytes, kind, today(), moved / wall_s)
+            taken_s = max(0.0, _others_s() - before_s - sum(computed_s))
+    beside, taken = moved / wall_s, taken_s / moved
+    speed = DiskSpeed(read, write, mixed, depth, piece_nbytes, kind, today(), beside, taken)
     _keep(folder, speed)
     return speed
 
 
+def _others_s() -> float:
+    """Return the CPU seconds of this process's other threads."""
+    return time.process_time() - time.thread_time()
+
+
 @contextlib.contextmanager
-def _computing() -> Iterator[None]:
-    """Keep every core that this process may use busy, by threads that need the interpreter seldom."""
-    ended, content = threading.Event(), bytes(_HASHED_NBYTES)
+def _computing() -> Iterator[list[float]]:
+    """Keep every core that this process may use busy, by threads that need the interpreter seldom. In the end
+    the list has the CPU seconds of each.
+    """
+    ended, content, taken_s = threading.Event(), bytes(_HASHED_NBYTES), list[float]()
 
     def compute() -> None:
         while not ended.is_set():
             hashlib.sha256(content).digest()  # without the interpreter's lock
+        taken_s.append(time.thread_time())
 
     cores = len(os.sched_getaffinity(0))
     threads = [threading.Thread(target=compute, name=_COMPUTING, daemon=True) for _ in range(cores)]
     for one in threads:
         one.start()
     try:
-        yield
+        yield taken_s
     finally:
         ended.set()
         for one in threads:
@@ -345,7 +359,7 @@ def _cached() -> dict[str, DiskSpeed]:
     found = {}
     for key, entry in entries.items():
         with contextlib.suppress(TypeError, ValueError):
-            if "beside" in entry:  # else it is from before that was measured
+            if "beside" in entry and "taken" in entry:  # else it is from before these were measured
                 found[key] = DiskSpeed(**entry)
     return found
 

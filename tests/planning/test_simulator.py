@@ -1,5 +1,6 @@
 """A machine that only keeps time. Rates are small whole numbers, so that times can be told in one's head."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -56,6 +57,19 @@ def test_a_disk_is_slower_while_the_cores_that_ask_it_compute():
     assert ended(Clock(Rates(DISK, moving=0.5)), read=20.0, write=20.0, compute=1.0)["read"] == 5.5
     assert ended(Clock(Rates(DISK, moving=0.5)), read=20.0) == {"read": 2.0}
     assert ended(Clock(Rates(DISK, moving=0.5, shared=False)), read=20.0, compute=2.0)["read"] == 2.0
+
+
+def test_computing_waits_for_what_the_disk_takes_of_its_cores_for_every_byte():
+    taking = Rates(DISK, moved_s=0.05)
+    assert ended(Clock(taking), read=20.0, compute=3.0) == {"read": 2.0, "compute": 4.0}
+    assert ended(Clock(taking), read=20.0, write=20.0, compute=6.0) == {
+        "read": 5.0,
+        "write": 5.0,
+        "compute": 8.0,
+    }
+    assert ended(Clock(replace(taking, shared=False)), read=20.0, compute=3.0)["compute"] == 3.0
+    whole = replace(taking, moved_s=1.0)  # more than there is of a core
+    assert ended(Clock(whole), read=20.0, compute=3.0) == {"read": 2.0, "compute": pytest.approx(4.8)}
 
 
 def test_a_tile_is_asked_for_before_it_is_worked_on():

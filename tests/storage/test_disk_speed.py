@@ -1,5 +1,6 @@
 """The measurement of a disk and its cache. Trusts the clock and the disk; how fast it is does not matter."""
 
+import contextlib
 import errno
 import json
 import logging
@@ -50,6 +51,7 @@ def test_a_measurement_is_kept_for_all_folders_of_the_filesystem_and_leaves_no_f
     (folder / "below").mkdir()
     speed = disk.measure(str(folder), kind)
     assert min(speed.read, speed.write, speed.mixed, speed.beside) > 0
+    assert speed.taken > 0
     assert speed.engine == kind
     assert (speed.piece_nbytes, speed.depth) in disk._CHOICES[kind]
     assert disk.measured(str(folder / "below"), kind) == speed
@@ -126,12 +128,26 @@ def test_the_mix_is_measured_once_more_while_every_core_computes(folder, monkeyp
     assert not busy()
 
 
-def test_a_disk_that_was_measured_on_idle_cores_alone_is_measured_anew(folder, cache):
+def test_what_computes_beside_is_no_part_of_what_the_drive_takes_of_the_cores(folder, monkeypatch):
+    with disk._computing() as computed_s:
+        assert not computed_s
+    assert len(computed_s) == len(os.sched_getaffinity(0))
+    others_s, moved = iter([1.0, 4.0]), []
+    real = disk._move
+    monkeypatch.setattr(disk, "_move", lambda *given: moved.append(real(*given)) or moved[-1])
+    monkeypatch.setattr(disk, "_others_s", lambda: next(others_s))
+    monkeypatch.setattr(disk, "_computing", lambda: contextlib.nullcontext([1.0, 1.5]))
+    speed = disk.measure(str(folder))
+    assert speed.taken == pytest.approx(0.5 / moved[-1][0])
+
+
+@pytest.mark.parametrize("figure", ["beside", "taken"])
+def test_a_disk_that_was_measured_on_idle_cores_alone_is_measured_anew(folder, cache, figure):
     disk._keep(str(folder), SPEED)
     assert disk.measured(str(folder)) == SPEED
     entries = json.loads((cache / "disks.json").read_text())
     for entry in entries.values():
-        del entry["beside"]
+        del entry[figure]
     (cache / "disks.json").write_text(json.dumps(entries))
     assert disk.measured(str(folder)) is None
 

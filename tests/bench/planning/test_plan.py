@@ -381,6 +381,7 @@ def test_of_many_tokens_two_smaller_numbers_are_timed_and_tell_the_rest(monkeypa
     few = meta.outline_of_model(*pace._shallow("1m", 512))
     monkeypatch.setattr(pace, "_FLOPS_MOST", flops(few, 64, 64))
     monkeypatch.setattr(pace, "_FLOPS_MORE", flops(few, 256, 256))
+    monkeypatch.setattr(pace, "_FLOPS_ALL", flops(few, 256, 256))
     monkeypatch.setattr(pace, "_step", lambda _, batch: timed.append(batch))
     monkeypatch.setattr(pace, "best", lambda call, repeats: call() or 1 + flops(few, *timed[-1]) / 1e9)
     seconds = pace.compute_seconds("1m", outline, 1024, 512)
