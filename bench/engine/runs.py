@@ -59,7 +59,7 @@ UPDATES: dict[str, dict[str, Any]] = {
     "clipped": {"update": "forward", "max_norm": MAX_NORM, "speculate": False},
     "foreseen": {"update": "forward", "max_norm": NEVER_REACHED, "speculate": "auto"},
     "speculative": {"update": "forward", "max_norm": NEVER_REACHED, "speculate": True},
-    "exceeding": {"update": "forward", "max_norm": MAX_NORM, "speculate": True},
+    "exceeding": {"update": "forward", "max_norm": MAX_NORM, "speculate": "auto"},
 }
 """Infinity's ways to update, and a contestant's settings for them."""
 STATE_DTYPES = ("fp32", "bf16", "int8", "int4")
