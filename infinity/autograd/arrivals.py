@@ -239,10 +239,13 @@ class Arrivals:
         optimizer = self._foreseer(unit)
         if optimizer is None or not self._hooks.used_once(unit):
             return False
-        if optimizer.speculation.decides and not self.ahead.has(unit):
+        decides = optimizer.speculation.decides
+        if decides and not self.ahead.has(unit):
             self._speculation.leave(self.ahead.why_not)
             return False
         if not self._speculation.begin(unit, optimizer):
+            if decides and not optimizer.speculation.decides:
+                self.ahead.stop("the disk has no room for them")
             return False
         self._hooks.end_unit(unit)
         self._speculation.must_have_begun(unit)

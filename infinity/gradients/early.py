@@ -149,7 +149,7 @@ class EarlyUpdates:
             return ""
         if self.split is not None:
             return str(self.split)
-        if self._foreseen is not None:
+        if self._foreseen is not None and not self._never:
             return ""
         return f"all in the next forward: {self._never or 'no step was timed yet'}"
 

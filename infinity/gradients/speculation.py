@@ -14,7 +14,6 @@ Not every unit can have its updates made so: `refused` says how often which coul
 
 from __future__ import annotations
 
-import errno
 import logging
 import weakref
 from collections import Counter
@@ -273,16 +272,15 @@ class Speculation:
             self.refused[why] += 1
             return False
         self._drop(unit)
+        if not optimizer.speculation.is_forced and (lack := self._lack_of_room()):
+            self._give_up(optimizer, lack)
+            return False
         try:
-            if not optimizer.speculation.is_forced:
-                self._see_room()
             extents = self._extents(unit)
         except StorageFullError as full:
             if optimizer.speculation.is_forced:
                 raise
-            logger.warning("no update is made before step() any more: %s", full)
-            optimizer.speculation.give_up()
-            self._ends = True
+            self._give_up(optimizer, str(full))
             return False
         if extents is None:
             self.refused["commits name both generations of its record"] += 1
@@ -414,28 +412,37 @@ class Speculation:
                 spare[name] = store.allocate(nbytes, f"{unit.name}.{name} (its second generation)")
         return {name: spare[name] for name in unit.record.fields}
 
-    def _see_room(self) -> None:
-        """See, once, that the disk has room for the second generation of all records, and for as much again:
-        nobody has asked for it, and a checkpoint should not find the disk full.
+    def _give_up(self, optimizer: Foreseer, why: str) -> None:
+        logger.warning("no update is made before step() any more: %s", why)
+        optimizer.speculation.give_up()
+        self._ends = True
 
-        Raises: aio.StorageFullError with the numbers.
+    def _lack_of_room(self) -> str:
+        """Return why the disk has no room, in words, once that was looked at; empty if it has room for the
+        second generation of all records, and for as much again: nobody has asked for it, and a checkpoint
+        should not find the disk full.
         """
         store = self._store
         if self._has_room or not isinstance(store, NvmeStore | StripedStore):
-            return  # a durable run has it anyway
+            return ""  # a durable run has it anyway
         able = [unit for unit in self._residency.units if unit.trainable and self.may(unit)]
         needed = sum(one.record.field_nbytes(name) for one in able for name in one.record.fields)
-        free = room_in(store.folders)
+        free, where = room_in(store.folders), ", ".join(store.folders)
         if free < _ROOMS * needed:
-            raise StorageFullError.of_file(errno.ENOSPC, store.folders[0], needed=_ROOMS * needed, free=free)
+            return (
+                f"a second generation of records would take {format_size(needed)} in {where}, and "
+                f"{format_size(free)} are free, less than {_ROOMS} times that. Free space there for faster "
+                "steps; AdamW(speculate=True) asks for the room alone, and False for none"
+            )
+        self._has_room = True
         logger.info(
             "updates are made before step() where that is faster: a second generation of records takes up to "
             "%s of %s that are free in %s",
             format_size(needed),
             format_size(free),
-            ", ".join(store.folders),
+            where,
         )
-        self._has_room = True
+        return ""
 
     # In step()
 

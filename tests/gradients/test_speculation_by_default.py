@@ -118,6 +118,7 @@ def test_without_being_told_it_takes_no_more_than_half_of_what_is_free(folder, m
     said = "before step() any more" if missing else "a second generation of records takes up to"
     assert len([one for one in caplog.messages if said in one]) == 1
     assert (both.speculation.nbytes == 0) is bool(missing)
+    assert stats(both.model).updates.startswith("4 of 4" if not missing else "all in the next forward")
 
 
 def test_every_optimizer_does_so_where_nothing_is_said(folder):
