@@ -275,10 +275,11 @@ void infinity_small_step(size_t n, const struct infinity_small *what, const void
                          struct infinity_field *fields);
 
 /* One moment, alone in its blocks (m or v of what, of which weights, scalars and recipe do not count), to fp32;
- * and from fp32, rounded by the noise of the element, or to nearest, ties away from zero. */
+ * and one, or both, from fp32, rounded by the noise of the element, as a step does, or to nearest, ties away
+ * from zero.  NULL: a moment that what has no place for, or that is of zeros. */
 void infinity_widen_moment(size_t n, const struct infinity_small *what, float *f32);
-void infinity_round_moment(size_t n, const struct infinity_small *what, float *f32, uint64_t key,
-                           uint64_t first, int32_t nearest);
+void infinity_round_moments(size_t n, const struct infinity_small *what, float *m_f32, float *v_f32,
+                            uint64_t key, uint64_t first, int32_t nearest);
 
 /* [Note: other recipes], in place.  grad_type: 0 for bf16, 1 for fp32, 2 for fp16.  fields: as
  * above. */
@@ -315,11 +316,6 @@ void infinity_quantize4(size_t n, const float *m_f32, const float *v_f32, uint8_
                         float *scale);
 void infinity_dequantize4(size_t n, const uint8_t *packed, const float *scale, float *m_f32,
                           float *v_f32);
-
-/* fp32 moments -> small ones, as a step rounds them: at random, by a key and the index of the first element.
- * bits, m, v and scale: as in struct infinity_small, none of them NULL but v of 4 bits, and scale of 16. */
-void infinity_round_moments(size_t n, int32_t bits, const float *m_f32, const float *v_f32, void *m,
-                            void *v, float *scale, uint64_t key, uint64_t first);
 
 /* The fp64 sum of the fp64 squares of n gradients.  Block b covers elements [16384 b, 16384 (b +
  * 1)); in it, lane j mod 32 sums element j in rising order; the 32 lanes are added as a binary

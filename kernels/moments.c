@@ -182,27 +182,24 @@ void infinity_small_step(size_t n, const struct infinity_small *what, const void
     run_summed(small_block, &args, n, n_fields, fields);
 }
 
-/* One moment in fp32, and where it is stored: the other one of its blocks is of zeros. */
+/* Moments in fp32, and where they are stored.  One that is NULL is of zeros. */
 struct moment_args {
     struct small_args small;
-    float *f32;
+    float *m_f32, *v_f32;
     bool nearest;
 };
 
 static void widen_moment_block(const void *args, size_t first, size_t count) {
     const struct moment_args *a = args;
     _Alignas(64) float none[STATE_BLOCK];
-    for (size_t i = first; i < first + count; i += STATE_BLOCK) {
-        bool is_v = a->small.what->m == NULL;
-        widen_block(&a->small, i, piece_at(i, first + count), is_v ? none : a->f32 + i,
-                    is_v ? a->f32 + i : none);
-    }
+    for (size_t i = first; i < first + count; i += STATE_BLOCK)
+        widen_block(&a->small, i, piece_at(i, first + count), a->m_f32 == NULL ? none : a->m_f32 + i,
+                    a->v_f32 == NULL ? none : a->v_f32 + i);
 }
 
-static void round_moment_block(const void *args, size_t first, size_t count) {
+static void round_moments_block(const void *args, size_t first, size_t count) {
     const struct moment_args *a = args;
     static const float none[STATE_BLOCK];
-    bool is_v = a->small.what->m == NULL;
     int width = noise_width(a->small.what);
     struct noises noises;
     for (size_t i = 0; i < STATE_BLOCK; i++) noises.m[i] = noises.v[i] = 1u << (width - 1);
@@ -210,19 +207,23 @@ static void round_moment_block(const void *args, size_t first, size_t count) {
         size_t n = piece_at(i, first + count);
         if (!a->nearest)
             a->small.isa->noise(n, a->small.key, a->small.first + i, width, noises.m, noises.v);
-        round_block(&a->small, i, n, is_v ? none : a->f32 + i, is_v ? a->f32 + i : none, &noises);
+        round_block(&a->small, i, n, a->m_f32 == NULL ? none : a->m_f32 + i,
+                    a->v_f32 == NULL ? none : a->v_f32 + i, &noises);
     }
 }
 
 void infinity_widen_moment(size_t n, const struct infinity_small *what, float *f32) {
-    struct moment_args args = {{current_isa(), what, NULL, 0, 0, 0, 0}, f32, false};
+    bool is_v = what->m == NULL;
+    struct moment_args args = {
+        {current_isa(), what, NULL, 0, 0, 0, 0}, is_v ? NULL : f32, is_v ? f32 : NULL, false};
     run_blocks(widen_moment_block, &args, n, BLOCK_NUMEL);
 }
 
-void infinity_round_moment(size_t n, const struct infinity_small *what, float *f32, uint64_t key,
-                           uint64_t first, int32_t nearest) {
-    struct moment_args args = {{current_isa(), what, NULL, 0, key, first, 0}, f32, nearest != 0};
-    run_blocks(round_moment_block, &args, n, BLOCK_NUMEL);
+void infinity_round_moments(size_t n, const struct infinity_small *what, float *m_f32, float *v_f32,
+                            uint64_t key, uint64_t first, int32_t nearest) {
+    struct moment_args args = {
+        {current_isa(), what, NULL, 0, key, first, 0}, m_f32, v_f32, nearest != 0};
+    run_blocks(round_moments_block, &args, n, BLOCK_NUMEL);
 }
 
 struct quantize_args {
@@ -287,38 +288,4 @@ void infinity_dequantize4(size_t n, const uint8_t *packed, const float *scale, f
                           float *v_f32) {
     struct dequantize_args args = {current_isa(), packed, NULL, scale, m_f32, v_f32};
     run_blocks(dequantize_block, &args, n, BLOCK_NUMEL);
-}
-
-struct rounded_pairs {
-    const struct isa *isa;
-    int32_t bits;
-    const float *m_f32, *v_f32;
-    void *m, *v;
-    float *scale;
-    uint64_t key, first;
-};
-
-static void round_pairs_block(const void *args, size_t first, size_t count) {
-    const struct rounded_pairs *a = args;
-    struct noises noises;
-    for (size_t i = first; i < first + count; i += STATE_BLOCK) {
-        size_t n = piece_at(i, first + count);
-        const float *m_f32 = a->m_f32 + i, *v_f32 = a->v_f32 + i;
-        uint8_t *m = (uint8_t *)a->m + i;
-        a->isa->noise(n, a->key, a->first + i, a->bits == 16 ? 16 : CODE_NOISE, noises.m, noises.v);
-        if (a->bits == 16)
-            a->isa->narrow_moments(n, m_f32, v_f32, &noises, (uint16_t *)a->m + i,
-                                   (uint16_t *)a->v + i);
-        else if (a->bits == 8)
-            a->isa->quantize(n, m_f32, v_f32, &noises, m, (uint8_t *)a->v + i,
-                             a->scale + i / STATE_BLOCK * 2);
-        else
-            a->isa->quantize4(n, m_f32, v_f32, &noises, m, a->scale + i / STATE_BLOCK * 2);
-    }
-}
-
-void infinity_round_moments(size_t n, int32_t bits, const float *m_f32, const float *v_f32, void *m,
-                            void *v, float *scale, uint64_t key, uint64_t first) {
-    struct rounded_pairs args = {current_isa(), bits, m_f32, v_f32, m, v, scale, key, first};
-    run_blocks(round_pairs_block, &args, n, BLOCK_NUMEL);
 }

@@ -133,7 +133,8 @@ def round_moment(
     """
     check(n, **at, f32=f32)
     _check_noise(key or 0, first)
-    library.infinity_round_moment(n, _struct(state, at), as_f32(f32), key or 0, first, key is None)
+    moments = (f32, 0) if {"m", "m4"} & at.keys() else (0, f32)
+    library.infinity_round_moments(n, _struct(state, at), *map(as_f32, moments), key or 0, first, key is None)
 
 
 def quantize(n: int, m_f32: int, v_f32: int, m: int, v: int, scale: int) -> None:
@@ -178,9 +179,7 @@ def round_moments(
 
     at: addresses of `m` and `v`, or `mv` of int4, and of `scale` of int8 and int4; key, first: as there.
     """
-    names = fields_of_moments("adamw", state)
-    check(n, m_f32=m_f32, v_f32=v_f32, **{name: at[name] for name in names})
+    at = {name: at[name] for name in fields_of_moments("adamw", state)}
+    check(n, m_f32=m_f32, v_f32=v_f32, **at)
     _check_noise(key, first)
-    m, v = (ffi.cast("void *", at.get(name, 0)) for name in (names[0], "v"))
-    scale = as_f32(at["scale"] if "scale" in names else 0)
-    library.infinity_round_moments(n, _BITS[state], as_f32(m_f32), as_f32(v_f32), m, v, scale, key, first)
+    library.infinity_round_moments(n, _struct(state, at), as_f32(m_f32), as_f32(v_f32), key, first, False)
