@@ -62,8 +62,9 @@ def test_only_moments_that_are_not_exact_are_named_to_the_contestant():
     assert settings_of("1GiB", state_dtype="int8")["state_dtype"] == "int8"
 
 
-def test_a_clipped_update_comes_in_the_forward():
-    assert settings_of(1, "clipped") == {"host_memory": 1, "update": "forward", "max_norm": runs.MAX_NORM}
+def test_a_clipped_update_comes_in_the_forward_and_none_before_its_norm_is_known():
+    settings = {"host_memory": 1, "update": "forward", "max_norm": runs.MAX_NORM, "speculate": False}
+    assert settings_of(1, "clipped") == settings
 
 
 def test_growth_counts_only_what_the_bound_does_not_explain():
