@@ -151,7 +151,7 @@ class EarlyUpdates:
             return str(self.split)
         if self._foreseen is not None and not self._never:
             return ""
-        return f"all in the next forward: {self._never or 'no step was timed yet'}"
+        return f"all in the next forward: {self.why_not}"
 
     # What a step shows
 
