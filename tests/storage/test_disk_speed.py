@@ -109,6 +109,15 @@ def test_of_equal_rates_the_one_with_least_in_flight_is_taken_and_of_these_the_l
     assert disk.best({**rates, (64, 1 << 18): 1.96e9}) == (1.96e9, 16, 1 << 20)
 
 
+def test_as_much_is_in_flight_as_a_busy_core_may_leave_the_drive_alone_for():
+    rates = {(8, 1 << 19): 3.1e9, (16, 1 << 20): 3.0e9, (32, 1 << 19): 3.0e9, (32, 1 << 20): 2.8e9}
+    assert disk.best(rates) == (3.0e9, 16, 1 << 20)
+    fast = {(8, 1 << 19): 7.1e9, (16, 1 << 20): 7.0e9}
+    assert disk.best(fast) == (7.0e9, 16, 1 << 20)  # nothing was measured that covers more
+    slow = {(8, 1 << 19): 0.2e9, (32, 1 << 20): 0.2e9}
+    assert disk.best(slow) == (0.2e9, 8, 1 << 19)
+
+
 def test_the_mix_is_measured_once_more_while_every_core_computes(folder, monkeypatch):
     def busy():
         return [one for one in threading.enumerate() if one.name == "infinity-computing"]
@@ -141,14 +150,10 @@ def test_what_computes_beside_is_no_part_of_what_the_drive_takes_of_the_cores(fo
     assert speed.taken == pytest.approx(0.5 / moved[-1][0])
 
 
-@pytest.mark.parametrize("figure", ["beside", "taken"])
-def test_a_disk_that_was_measured_on_idle_cores_alone_is_measured_anew(folder, cache, figure):
+def test_a_disk_that_was_measured_otherwise_before_is_measured_anew(folder, cache):
     disk._keep(str(folder), SPEED)
     assert disk.measured(str(folder)) == SPEED
-    entries = json.loads((cache / "disks.json").read_text())
-    for entry in entries.values():
-        del entry[figure]
-    (cache / "disks.json").write_text(json.dumps(entries))
+    (cache / disk._CACHE).rename(cache / "disks.json")
     assert disk.measured(str(folder)) is None
 
 
@@ -266,11 +271,11 @@ def test_each_engine_has_its_own_entry_and_the_best_one_is_shown(folder, monkeyp
 def test_a_damaged_cache_counts_as_empty_and_is_replaced(folder, cache, content):
     key = f"{disk._identity(str(folder))} threads"
     cache.mkdir(parents=True)
-    (cache / "disks.json").write_bytes(content.replace(b"KEY", key.encode()))
+    (cache / disk._CACHE).write_bytes(content.replace(b"KEY", key.encode()))
     assert disk.measured(str(folder), "threads") is None
     disk._keep(str(folder), SPEED)
     assert disk.measured(str(folder), "threads") == SPEED
-    assert [path.name for path in cache.iterdir()] == ["disks.json"]
+    assert [path.name for path in cache.iterdir()] == [disk._CACHE]
 
 
 def test_a_cache_that_cannot_be_written_is_logged_and_no_more(folder, monkeypatch, tmp_path, caplog):
