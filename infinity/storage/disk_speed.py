@@ -9,10 +9,10 @@ engine's threads take of these cores for each byte is counted meanwhile. All mea
 training uses, on a nameless file whose blocks have been written once, since new blocks are slow. Among rates
 within 5 % of the best the one with the least bytes in flight wins: a deep queue makes a record that is needed
 now wait longer. But there are enough to keep the drive busy for a slice of the scheduler's: so long may the
-thread that asks for more wait for a core (on two cores, steps of 64 and of 256 tokens took 10 % less time with
-16 MiB in flight than with 4, which were as fast on an idle machine). Of those with as much in flight it is the
-one with the largest pieces: each takes 2.4 us of a core that the model computes on, and drives split what is
-too large for them.
+thread that asks for more wait for a core (on two cores, steps of 64 and 256 tokens took 10 % less time with
+16 MiB in flight than with 4, which were as fast on an idle machine). Of those with as much in flight it is
+the one with the largest pieces: each takes 2.4 us of a core that the model computes on, and drives split what
+is too large for them.
 """
 
 from __future__ import annotations
