@@ -94,7 +94,8 @@ def cases(
 
 
 def chosen(entries: Sequence[Case], only: Sequence[str]) -> list[Case]:
-    """Return the cases whose names contain one of `only` (empty: all), and those that they need.
+    """Return the cases whose names contain one of `only` (empty: all), and those that they need: where
+    computing beside updates is not among them, there is no forecast.
 
     Raises: ConfigError for a text that no name contains, and for a case whose requirements are left out.
     """
@@ -109,8 +110,6 @@ def chosen(entries: Sequence[Case], only: Sequence[str]) -> list[Case]:
         or one.kind == "forward_backward"
         or any(text.lower() in one.name.lower() for text in only)
     ]
-    if any(one.kind == "infinity" for one in taken):
-        taken = [one for one in entries if one in taken or one.kind == "beside_updates"]
     if any(one.budget == EQUAL for one in taken) and all(one.kind != "deepspeed" for one in taken):
         raise ConfigError(
             f"--host-memory {EQUAL} is what DeepSpeed takes: add --peer deepspeed, and its name to --only"

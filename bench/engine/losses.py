@@ -2,7 +2,9 @@
 picture.
 
     python -m infinity.bench.engine.losses --nvme DIR --png FILE.png --json FILE.json
+    python -m infinity.bench.engine.losses --draw FILE.json [FILE.json ...] --png FILE.png
 
+The second draws what was measured before, a panel for each optimizer, and trains nothing.
 This trains as `infinity train` does, on its default text, the standard library's sources with a byte per
 token. All curves have the same initial weights and batches, so they differ only by the rounding of moments.
 Time does not matter: this may run on a busy
@@ -13,12 +15,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -36,10 +39,15 @@ from infinity.cli.text import Text, Windows, default_text
 from infinity.engine.engine import engine_of_model
 from infinity.errors import ConfigError
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 CURVES = (*STATE_DTYPES, "int4+fp24")
 """The types of moments, and behind a "+" that of masters, for AdamW; the first is exact."""
 OPTIMIZERS = ("AdamW", "Adam", "SGD", "Adagrad", "Lion", "Muon")
 """SGD with momentum 0.9; Muon with updates of AdamW's size, so that its learning rate is AdamW's."""
+_COLUMNS = 2
+"""Of panels in a picture."""
 SMOOTHED = 20
 """Steps in the moving mean, which the picture shows as strong lines and by which last losses are compared."""
 
@@ -110,16 +118,26 @@ def last(curves: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
     }
 
 
-def plot(path: Path, curves: Mapping[str, Sequence[float]], title: str) -> None:
-    """Draw all curves in one PNG: each step as a faint line, the mean as a strong one."""
+def plot(path: Path, panels: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    """Draw all curves of each title in a panel of one PNG: each step as a faint line, the mean as a strong
+    one.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    columns = min(len(panels), _COLUMNS)
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(8 if columns == 1 else 6 * columns, 4.5 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    for place, (title, curves) in enumerate(panels.items(), start=1):
+        _draw(figure.add_subplot(rows, columns, place), title, curves)
+    figure.savefig(path, dpi=120 if columns == 1 else 80)
+
+
+def _draw(axes: Axes, title: str, curves: Mapping[str, Sequence[float]]) -> None:
     styles = ("-", "--", ":", "-.")  # the curves may lie on each other
-    for number, (name, values) in enumerate(curves.items()):
+    for name, values in curves.items():
+        number = CURVES.index(name)  # a type has its color in all panels
         color, steps = f"C{number}", range(1, len(values) + 1)
         axes.plot(steps, values, color=color, alpha=0.2, linewidth=0.8)
         style = styles[number % len(styles)]
@@ -128,7 +146,33 @@ def plot(path: Path, curves: Mapping[str, Sequence[float]], title: str) -> None:
     axes.legend(title=f"moments; mean of the last {SMOOTHED} steps")
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
     axes.grid(visible=True, alpha=0.3)
-    figure.savefig(path, dpi=120)
+
+
+def measured(files: Sequence[Path]) -> dict[str, dict[str, list[float]]]:
+    """Return the curves of files that `--json` wrote, by titles.
+
+    Raises: ConfigError naming a file that is none of these, or whose title another has.
+    """
+    panels: dict[str, dict[str, list[float]]] = {}
+    for file in files:
+        try:
+            record = json.loads(file.read_text(encoding="utf-8"))
+            title, curves = title_of(CurveSettings(**record["recipe"])), dict(record["losses"])
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{file} has no loss curves: {error!r}. Name files of --json.") from error
+        if title in panels:
+            raise ConfigError(f"{file}: its curves, {title!r}, are in the picture. Leave one of the two out.")
+        if unknown := sorted(set(curves) - set(CURVES)):
+            raise ConfigError(f"{file}: curves of {', '.join(unknown)}, expected {', '.join(CURVES)}")
+        panels[title] = curves
+    return panels
+
+
+def title_of(settings: CurveSettings) -> str:
+    """Name what is trained, and on how much."""
+    parameters = PRESETS[settings.preset].parameters / 1e6
+    step = f"{settings.batch}x{settings.sequence} bytes of source text per step"
+    return f"{settings.optimizer}, {parameters:.1f} M parameters, {step}"
 
 
 def table(curves: Mapping[str, Sequence[float]]) -> Table:
@@ -149,7 +193,9 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
         prog="python -m infinity.bench.engine.losses",
         description="Loss curves of the dtypes of optimizer state",
     )
-    parser.add_argument("--nvme", type=Path, required=True, metavar="DIR", help="a folder on the disk")
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("--nvme", type=Path, metavar="DIR", help="a folder on the disk, to train there")
+    task.add_argument("--draw", nargs="+", type=Path, metavar="FILE", help="draw files of --json instead")
     parser.add_argument("--state-dtype", nargs="+", choices=CURVES, default=list(CURVES))
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="AdamW")
     parser.add_argument("--preset", choices=PRESETS, default="25m")
@@ -168,8 +214,13 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--steps has to be at least 1")
     if options.png and importlib.util.find_spec("matplotlib") is None:
         parser.error("--png needs matplotlib: pip install matplotlib")
+    if options.draw and not options.png:
+        parser.error("--draw needs --png FILE, the picture to draw")
     try:
-        check_folder(options.nvme)
+        if options.draw:
+            options.draw = measured(options.draw)
+        else:
+            check_folder(options.nvme)
     except ConfigError as error:
         parser.error(str(error))
     return options
@@ -178,6 +229,9 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     """Train once per dtype; print the ends, draw the curves, write the record."""
     options = options_of(arguments)
+    if options.draw:
+        plot(options.png, options.draw)
+        return
     console = Console()
     settings = CurveSettings(**{name: getattr(options, name) for name in CurveSettings.__dataclass_fields__})
     text, about = default_text(), here()
@@ -188,14 +242,12 @@ def main(arguments: list[str] | None = None) -> None:
             progress: dict[str, Any] = {"total": settings.steps, "console": console}
             found = track(losses(settings, name, text, folder), f"{name} state", **progress)
             curves[name] = list(found)
-    parameters = PRESETS[settings.preset].parameters / 1e6
-    step = f"{settings.batch}x{settings.sequence} bytes of source text per step"
-    title = f"{settings.optimizer}, {parameters:.1f} M parameters, {step}"
+    title = title_of(settings)
     console.print(table(curves))
     console.print(title)
     console.print(words(about))
     if options.png:
-        plot(options.png, curves, title)
+        plot(options.png, {title: curves})
     if options.json:
         read = {"files": text.files, "nbytes": text.nbytes}
         record = {"about": about, "machine": facts, "text": read, "recipe": settings}

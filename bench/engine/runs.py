@@ -47,10 +47,11 @@ SHAPES: dict[str, dict[str, int]] = {
         ),
         ("269m", 20, 1024, 2816, 16, 8192),
         ("3.74b", 32, 3072, 8192, 24, 19456),
+        ("4b", 34, 3072, 8192, 24, 24576),
         ("8b", 32, 4096, 14336, 32, 32000),
     )
 }
-"""Llama models: the presets, and three whose vocabulary is larger than bytes. Names are parameter counts."""
+"""Llama models: the presets, and four whose vocabulary is larger than bytes. Names are parameter counts."""
 MAX_NORM, NEVER_REACHED = 1.0, 1e9
 UPDATES: dict[str, dict[str, Any]] = {
     "backward": {"update": "backward"},

@@ -42,6 +42,8 @@ GENERATED = ("EIO", "EAGAIN", "short, one block", "delayed, others first", "one 
 NOT_SAVED = {"delayed updates"}
 """Kinds whose state a checkpoint does not have in the middle of a training."""
 RANKS = 2
+UNDECIDED_S = 0.01
+"""Behind a backward, for which its updates are written, or some are."""
 DISTURBED = 3
 """Steps of a training with a fault."""
 COLUMNS = ("tried", "same bits", "named error, then resumed", "both generations damaged, named", "WRONG")
@@ -171,6 +173,25 @@ class Bench:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
+    def kill_undecided(self, number):
+        """Kill between the backward, which makes updates, and step(), which decides them."""
+        rng = trials.rng_of(f"{self.seed} undecided {number}")
+        few = {"kind": "speculation", "host_memory": "128KiB"}  # records whose updates can be made ahead
+        settings = {**trials.choose(rng), **few}
+        self.plain(settings)
+        folder, moment = self.folder(), (rng.randint(1, STEPS), rng.random() * UNDECIDED_S)
+        where = f"seed {self.seed}, undecided {number} at {moment}, {settings}"
+        try:
+            child = yield Child(lambda say: trials.train(say, str(folder), undecided=moment, **settings))
+            if child.status != signal.SIGKILL:
+                return "WRONG", f"{where}: {child.said[-1:]} status {child.status}, expected to be killed"
+            made = child.last["undecided"]
+            self.killed["before step(), updates made" if made else "before step(), none made"] += 1
+            complaint = yield from self.finish(folder, settings, child.last.get("committed") or 0, child.said)
+            return ("WRONG", f"{where}: {complaint}") if complaint else ("same bits", None)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
     def kill_ranks(self, number, **more):
         """Kill one rank, and at once or later the others too, up to three times."""
         rng = trials.rng_of(f"{self.seed} ranks {number}")
@@ -256,6 +277,12 @@ class Bench:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
+    def undecided(self, kills):
+        """Kill so many trainings right before step() decides updates that they have made."""
+        made = "before step(), updates made"
+        numbers = itertools.takewhile(lambda _: self.killed[made] < kills, itertools.count())
+        self.run("kill -9 before step() decides", map(self.kill_undecided, numbers))
+
     def others(self, each):
         """Kill, cut off, and disturb each of the other kinds of training so many times."""
         import fragile_kinds  # and with it transformers, before any child is forked
@@ -332,6 +359,10 @@ def main(arguments):
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--ranks", type=int, default=60, help="runs of two ranks, one or both killed")
     parser.add_argument("--cuts", type=int, default=300)
+    undecided = (
+        "kills before step() decides updates that are made, and a quarter as many with speculate='auto'"
+    )
+    parser.add_argument("--undecided", type=int, default=60, help=undecided)
     others = "kills, and power cuts, of each other kind of training: experts, foreign files, generation, ..."
     parser.add_argument("--each", type=int, default=5, help=others)
     parser.add_argument("--every", type=int, default=1, help="disturb every so many requests (1: all)")
@@ -360,6 +391,8 @@ def main(arguments):
         print(f"{time.monotonic() - began:6.0f} s  kills of ranks", flush=True)
         bench.run("power cut", (bench.cut(number) for number in range(options.cuts)))
         print(f"{time.monotonic() - began:6.0f} s  power cuts", flush=True)
+        bench.undecided(options.undecided)
+        print(f"{time.monotonic() - began:6.0f} s  kills before step()", flush=True)
         if options.each:
             bench.others(options.each)
     print(f"{time.monotonic() - began:6.0f} s\n\n{table(bench.counts)}")

@@ -73,12 +73,30 @@ def digest(run):
     return found.hexdigest()
 
 
-def train(say, folder, steps=STEPS, save=None, copy=None, **settings):
+def kill_undecided(say, run, step, delay_s):
+    """Kill this process so long behind the backward of a step, before step() decides its updates; say how
+    many units have some that are made.
+    """
+    decide = run.optimizer.step
+
+    def killed(*given):
+        if run.done == step:
+            time.sleep(delay_s)
+            say(undecided=len(run.engine.speculation._of))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return decide(*given)
+
+    run.optimizer.step = killed
+
+
+def train(say, folder, steps=STEPS, save=None, copy=None, undecided=None, **settings):
     """Begin or go on, to the end; say each loss, what is committed, and the digest in the end. After the
-    third step save, or copy the run.
+    third step save, or copy the run. undecided: arguments of kill_undecided.
     """
     torch.set_num_threads(1)
     run = begin(folder, **settings)
+    if undecided is not None:
+        kill_undecided(say, run, *undecided)
     say(first=run.first, now="training")
     while run.done < steps:
         loss = run.step()

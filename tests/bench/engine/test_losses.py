@@ -1,6 +1,7 @@
 """Loss curves, compared and drawn. Trusted: training itself and matplotlib. Faked: the curves drawn."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -42,8 +43,56 @@ def test_without_exact_state_there_is_nothing_to_be_above():
 def test_the_picture_is_a_png(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "losses.png"
-    losses.plot(path, {"fp32": [3.0, 2.0], "bf16": [3.0, 2.1], "int8": [3.0, 2.2]}, "three curves")
+    losses.plot(path, {"three curves": {"fp32": [3.0, 2.0], "bf16": [3.0, 2.1], "int8": [3.0, 2.2]}})
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def recorded(path, optimizer, curves):
+    path.write_text(json.dumps({"recipe": asdict(replace(TINY, optimizer=optimizer)), "losses": curves}))
+    return str(path)
+
+
+def test_what_was_measured_is_drawn_in_one_picture_a_panel_for_each_optimizer(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(losses, "_draw", lambda axes, title, curves: drawn.append((title, curves)))
+    files = [
+        recorded(tmp_path / f"{one}.json", one, {"fp32": [3.0], "int4": [number]})
+        for number, one in enumerate(("AdamW", "Lion", "Muon"))
+    ]
+    picture = tmp_path / "all.png"
+    losses.main(["--draw", *files, "--png", str(picture)])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert [title.split(",")[0] for title, _ in drawn] == ["AdamW", "Lion", "Muon"]
+    assert [curves["int4"] for _, curves in drawn] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("{", "has no loss curves"),
+        ("[]", "has no loss curves"),
+        ('{"recipe": {"preset": "1m"}, "losses": {}}', "has no loss curves"),
+    ],
+)
+def test_a_file_without_curves_is_named_and_nothing_drawn(tmp_path, capsys, content, told):
+    pytest.importorskip("matplotlib")
+    file, picture = tmp_path / "other.json", tmp_path / "all.png"
+    file.write_text(content)
+    with pytest.raises(SystemExit):
+        losses.main(["--draw", str(file), "--png", str(picture)])
+    assert f"{file} {told}" in capsys.readouterr().err
+    assert not picture.exists()
+
+
+def test_curves_of_one_kind_are_drawn_once_and_of_known_types(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    one, again = (recorded(tmp_path / name, "SGD", {"fp32": [3.0]}) for name in ("one.json", "again.json"))
+    odd = recorded(tmp_path / "odd.json", "SGD", {"fp8": [3.0]})
+    for files, told in (([one, again], "Leave one of the two out"), ([odd], "curves of fp8")):
+        with pytest.raises(SystemExit):
+            losses.main(["--draw", *files, "--png", str(tmp_path / "all.png")])
+        assert told in capsys.readouterr().err
 
 
 def test_a_picture_without_matplotlib_is_refused_before_anything_is_trained(monkeypatch, capsys):
