@@ -42,6 +42,7 @@ GENERATED = ("EIO", "EAGAIN", "short, one block", "delayed, others first", "one 
 NOT_SAVED = {"delayed updates"}
 """Kinds whose state a checkpoint does not have in the middle of a training."""
 RANKS = 2
+LEAST_MEMORY = {"fp32": "128KiB", "int8": "256KiB"}
 UNDECIDED_S = 0.01
 """Behind a backward, for which its updates are written, or some are."""
 DISTURBED = 3
@@ -176,8 +177,10 @@ class Bench:
     def kill_undecided(self, number):
         """Kill between the backward, which makes updates, and step(), which decides them."""
         rng = trials.rng_of(f"{self.seed} undecided {number}")
-        few = {"kind": "speculation", "host_memory": "128KiB"}  # records whose updates can be made ahead
-        settings = {**trials.choose(rng), **few}
+        settings = {**trials.choose(rng), "kind": "speculation"}
+        settings["host_memory"] = LEAST_MEMORY[
+            settings["state_dtype"]
+        ]  # most units are made ahead
         self.plain(settings)
         folder, moment = self.folder(), (rng.randint(1, STEPS), rng.random() * UNDECIDED_S)
         where = f"seed {self.seed}, undecided {number} at {moment}, {settings}"

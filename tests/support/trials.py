@@ -77,16 +77,14 @@ def kill_undecided(say, run, step, delay_s):
     """Kill this process so long behind the backward of a step, before step() decides its updates; say how
     many units have some that are made.
     """
-    decide = run.optimizer.step
 
-    def killed(*given):
+    def kill(*_):
         if run.done == step:
             time.sleep(delay_s)
             say(undecided=len(run.engine.speculation._of))
             os.kill(os.getpid(), signal.SIGKILL)
-        return decide(*given)
 
-    run.optimizer.step = killed
+    run.optimizer.register_step_pre_hook(kill)
 
 
 def train(say, folder, steps=STEPS, save=None, copy=None, undecided=None, **settings):
