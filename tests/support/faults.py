@@ -178,9 +178,7 @@ class Bench:
         """Kill between the backward, which makes updates, and step(), which decides them."""
         rng = trials.rng_of(f"{self.seed} undecided {number}")
         settings = {**trials.choose(rng), "kind": "speculation"}
-        settings["host_memory"] = LEAST_MEMORY[
-            settings["state_dtype"]
-        ]  # most units are made ahead
+        settings["host_memory"] = LEAST_MEMORY[settings["state_dtype"]]  # most units are made ahead
         self.plain(settings)
         folder, moment = self.folder(), (rng.randint(1, STEPS), rng.random() * UNDECIDED_S)
         where = f"seed {self.seed}, undecided {number} at {moment}, {settings}"
