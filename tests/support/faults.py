@@ -43,6 +43,7 @@ NOT_SAVED = {"delayed updates"}
 """Kinds whose state a checkpoint does not have in the middle of a training."""
 RANKS = 2
 LEAST_MEMORY = {"fp32": "128KiB", "int8": "256KiB"}
+"""By the type of moments: with more, fewer units' updates are made ahead in a durable run."""
 UNDECIDED_S = 0.01
 """Behind a backward, for which its updates are written, or some are."""
 DISTURBED = 3
@@ -178,7 +179,7 @@ class Bench:
         """Kill between the backward, which makes updates, and step(), which decides them."""
         rng = trials.rng_of(f"{self.seed} undecided {number}")
         settings = {**trials.choose(rng), "kind": "speculation"}
-        settings["host_memory"] = LEAST_MEMORY[settings["state_dtype"]]  # most units are made ahead
+        settings["host_memory"] = LEAST_MEMORY[settings["state_dtype"]]
         self.plain(settings)
         folder, moment = self.folder(), (rng.randint(1, STEPS), rng.random() * UNDECIDED_S)
         where = f"seed {self.seed}, undecided {number} at {moment}, {settings}"
@@ -360,9 +361,7 @@ def main(arguments):
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--ranks", type=int, default=60, help="runs of two ranks, one or both killed")
     parser.add_argument("--cuts", type=int, default=300)
-    undecided = (
-        "kills before step() decides updates that are made, and a quarter as many with speculate='auto'"
-    )
+    undecided = "kills where updates are made and step() has not decided them"
     parser.add_argument("--undecided", type=int, default=60, help=undecided)
     others = "kills, and power cuts, of each other kind of training: experts, foreign files, generation, ..."
     parser.add_argument("--each", type=int, default=5, help=others)
