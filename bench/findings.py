@@ -163,8 +163,45 @@ def check_outputs(options: argparse.Namespace) -> None:
             )
         if not os.access(path.parent, os.W_OK):
             raise ConfigError(f"--{flag} {path}: no right to write into {path.parent}. Name another folder.")
+        if flag == "json" and (unfinished := unfinished_of(path)).exists():
+            raise ConfigError(
+                f"{unfinished} is of a run that has not ended. Wait for it; else move the file away."
+            )
         if flag == "plot" and importlib.util.find_spec("matplotlib") is None:
             raise ConfigError(f"--plot {path} needs matplotlib: pip install matplotlib")
+
+
+def unfinished_of(path: Path) -> Path:
+    """Return the file in which `write_unfinished` keeps what --json `path` is to hold."""
+    return path.with_suffix(".unfinished.json")
+
+
+def write_unfinished(findings: Findings, options: argparse.Namespace, folder: Path) -> None:
+    """Keep what was measured so far where a JSON was asked for, in the place of what this run kept before:
+    an interrupt, or a contestant that fails, loses no round that is over. `write` removes it.
+
+    Raises: OSError naming the file.
+    """
+    path: Path | None = getattr(options, "json", None)
+    if path is not None:
+        unfinished_of(path).unlink(missing_ok=True)
+        with _named(unfinished_of(path)) as file:
+            file.write(_json(findings, _conditions(folder)))
+
+
+def _conditions(folder: Path | None) -> dict[str, Mapping[str, Any]]:
+    return {"about": here(), "machine": machine(folder)}
+
+
+def _json(findings: Findings, conditions: Mapping[str, Mapping[str, Any]]) -> bytes:
+    record = {
+        "title": findings.title,
+        **conditions,
+        "options": findings.options,
+        "verdicts": list(findings.verdicts),
+        "rows": list(findings.rows),
+    }
+    return json.dumps(record, indent=1, default=plain).encode() + b"\n"
 
 
 def write(findings: Findings, options: argparse.Namespace, folder: Path | None = None) -> None:
@@ -172,18 +209,12 @@ def write(findings: Findings, options: argparse.Namespace, folder: Path | None =
 
     Raises: OSError naming the file, if it exists by now or cannot be written.
     """
-    conditions = {"about": here(), "machine": machine(folder)}
+    conditions = _conditions(folder)
     path: Path | None = getattr(options, "json", None)
     if path is not None:
-        record = {
-            "title": findings.title,
-            **conditions,
-            "options": findings.options,
-            "verdicts": list(findings.verdicts),
-            "rows": list(findings.rows),
-        }
         with _named(path) as file:
-            file.write(json.dumps(record, indent=1, default=plain).encode() + b"\n")
+            file.write(_json(findings, conditions))
+        unfinished_of(path).unlink(missing_ok=True)
     path = getattr(options, "plot", None)
     if path is not None:
         with _named(path) as file:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,15 @@ from infinity.bench.engine.runs import (
     measure,
     parameter_count,
 )
-from infinity.bench.findings import Column, Findings, add_outputs, asked, check_outputs, report
+from infinity.bench.findings import (
+    Column,
+    Findings,
+    add_outputs,
+    asked,
+    check_outputs,
+    report,
+    write_unfinished,
+)
 from infinity.bench.planning import cores
 from infinity.bench.targets import Target
 from infinity.errors import ConfigError
@@ -94,8 +102,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
     with folder_on(options.nvme) as folder:
         with console.status("the disk"):
             gauge = gauge_on(folder, options.disk_size, options.disk_seconds)
-        found = race(options, entries, environment, gauge, folder, console)
-        findings = findings_of(found, options, gauge.source)
+        for found in race(options, entries, environment, gauge, folder, console):
+            findings = findings_of(found, options, gauge.source)
+            write_unfinished(findings, options, folder)
         report(findings, options, console, folder)
     return 0
 
@@ -116,8 +125,10 @@ def race(
     gauge: Gauge,
     folder: Path,
     console: Console,
-) -> Found:
-    """Run every case once per round. environment: DeepSpeed's."""
+) -> Iterator[Found]:
+    """Run every case once per round; return what was found so far, after each of them. environment:
+    DeepSpeed's.
+    """
     found: Found = {one: [] for one in entries}
     runs = options.rounds * len(entries)
     for number in range(runs):
@@ -129,7 +140,8 @@ def race(
         console.print(
             f"{title}: {seconds:.2f} s per step, {format_size(took)}", highlight=False, soft_wrap=True
         )
-    return found
+        if case is entries[-1]:
+            yield found
 
 
 def one_run(
@@ -321,16 +333,24 @@ def verdicts(found: Found, options: argparse.Namespace) -> list[str]:
 def _beside_others(found: Found, options: argparse.Namespace, tokens: int) -> list[str]:
     peer, plain, kernels = (Case(kind, tokens) for kind in ("deepspeed", "plain", "plain_kernels"))
 
-    def ours(budget: str, state_dtype: str = "fp32") -> Case:
-        return Case("infinity", tokens, budget, "backward", state_dtype)
+    def ours(budget: str, state_dtype: str = "fp32", update: str = "backward") -> Case:
+        return Case("infinity", tokens, budget, update, state_dtype)
 
     small = next((one for one in options.host_memory if one not in (ALL, EQUAL)), "")
+    within, exceeding, never = (ours(small, update=one) for one in ("foreseen", "exceeding", "clipped"))
     rows = [
         (Target("≥", 1.4, f"times as fast as DeepSpeed, {small}, exact state"), peer, ours(small)),
         (Target("≥", 2.5, f"times as fast as DeepSpeed, {small}, int8 state"), peer, ours(small, "int8")),
         (Target("≥", 4, "times as fast as DeepSpeed in its memory"), peer, ours(EQUAL)),
         (Target("≤", 1.15, "times PyTorch's step in DeepSpeed's memory"), ours(EQUAL), plain),
         (Target("≤", 1.05, "times PyTorch's step, same kernels, all in memory"), ours(ALL), kernels),
+        (Target("≥", 2, f"times as fast as DeepSpeed, {small}, no norm exceeds its bound"), peer, within),
+        (
+            Target("≤", 1.05, f'times update="backward", {small}, no norm exceeds its bound'),
+            within,
+            ours(small),
+        ),
+        (Target("≤", 1.02, f"times a step without speculation, {small}, all norms exceed"), exceeding, never),
     ]
     if options.micro_batches > 1:
         many = f"times as fast as DeepSpeed, {small}, exact state, {options.micro_batches} micro-batches"

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from infinity.bench.findings import (
     gb_per_s,
     show,
     write,
+    write_unfinished,
 )
 from infinity.errors import ConfigError
 
@@ -71,6 +73,20 @@ def test_json_and_plot_are_written_whole_with_the_conditions(tmp_path):
     assert {"torch", "commit", "date"} <= record["about"].keys()
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.png"]
+
+
+def test_what_a_run_kept_while_it_went_on_is_gone_with_its_end_and_refused_before(tmp_path):
+    path = tmp_path / "found.json"
+    options = parsed("--json", path)
+    for rates in ([1.0], [1.0, 2.0]):
+        write_unfinished(replace(FOUND, rows=[{"rates": rates}]), options, tmp_path)
+        kept = tmp_path / "found.unfinished.json"
+        assert json.loads(kept.read_text())["rows"] == [{"rates": rates}]
+        assert list(tmp_path.iterdir()) == [kept]
+    with pytest.raises(ConfigError, match=r"found\.unfinished\.json is of a run that has not ended"):
+        check_outputs(options)
+    write(FOUND, options)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_nothing_is_written_where_nothing_is_asked_for(tmp_path, monkeypatch):

@@ -42,8 +42,8 @@ def parsed(*arguments: str) -> argparse.Namespace:
     return parser.parse_args([*arguments, "--tokens", "64"])
 
 
-def ours(budget=SMALL, state_dtype="fp32"):
-    return Case("infinity", 64, budget, "backward", state_dtype)
+def ours(budget=SMALL, state_dtype="fp32", update="backward"):
+    return Case("infinity", 64, budget, update, state_dtype)
 
 
 def every(peers=("deepspeed", "torch")):
@@ -155,7 +155,10 @@ def test_rounds_alternate_and_the_disk_is_measured_around_each_of_our_runs(monke
     entries = cases.cases([64], options.host_memory, ["backward"], ["fp32"], options.peer)
     gauge, out = FakeGauge(), StringIO()
     elsewhere = replace(OWN, python="/venv/bin/python")
-    found = step.race(options, entries, elsewhere, gauge, tmp_path, Console(file=out))
+    rounds = []
+    for found in step.race(options, entries, elsewhere, gauge, tmp_path, Console(file=out)):
+        rounds.append([len(each) for each in found.values()])
+    assert rounds == [[1] * 5, [2] * 5]
     assert [(python == "/venv/bin/python", kind) for python, kind, _ in ran] == [
         (False, "forward_backward"),
         (True, "deepspeed"),
@@ -216,6 +219,20 @@ def test_verdicts_hold_each_contestant_against_its_own_rival():
     ]
     assert [line.split(":")[0] for line in lines[:2]] == ["64 tokens"] * 2
     assert ["T* / step" in line for line in lines[5:]] == [True, True]  # the two at the small budget
+
+
+def test_clipped_steps_are_held_against_deepspeed_the_backwards_and_those_without_speculation():
+    found = seconds(
+        {
+            RIVAL: [5.0],
+            EXACT: [2.0],
+            ours(update="foreseen"): [2.2],
+            ours(update="exceeding"): [4.04],
+            ours(update="clipped"): [4.0],
+        }
+    )
+    lines = step.verdicts(found, parsed())
+    assert [line.rpartition(": ")[2] for line in lines[1:4]] == ["2.27 ✓", "1.10 ✗", "1.01 ✓"]
 
 
 def test_with_micro_batches_deepspeed_is_the_only_rival():
