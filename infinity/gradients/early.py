@@ -36,7 +36,7 @@ from infinity.lane.outgoing import OutgoingShare
 from infinity.planning.forecast import Moves
 from infinity.planning.simulator import Disk, Rates
 from infinity.planning.split import UpdateSplit, of_first, split_updates
-from infinity.planning.step_lengths import DecisionsByLength, TimedStep
+from infinity.planning.step_lengths import UNLIMITED, DecisionsByLength, TimedStep
 from infinity.ranks.group import Ranks
 from infinity.records.record import Traffic
 from infinity.records.weights import WEIGHTS
@@ -48,6 +48,8 @@ _FIRST = 2
 """The first step that counts: its fetches are as planned."""
 UNMOVED = Moves(0, 0, 0, trainable=False)
 """What stands for a slice: plans have none."""
+_SPILLED = {("nvme", "grad16"), ("nvme", "grad32")}
+"""What `Traffic` calls gradients that found no room."""
 _ALL = 3
 """Moments of a step: its forward begins, its backward begins, and ends."""
 _WHAT = "divide updates between backward and forward"
@@ -69,8 +71,8 @@ class _Mark(NamedTuple):
         )
 
 
-def _timed(marks: Sequence[_Mark]) -> TimedStep:
-    """Return what a step took, by its moments.
+def _timed(marks: Sequence[_Mark], room_nbytes: int) -> TimedStep:
+    """Return what a step took, by its moments. room_nbytes: see TimedStep.
 
     A half that waits for the disk moves what that can. One that never waits moves less than it could, which
     makes the disk look slower than it is, and changes nothing: it has nothing to gain.
@@ -78,7 +80,7 @@ def _timed(marks: Sequence[_Mark]) -> TimedStep:
     halves = [one.until(later) for one, later in pairwise(marks)]
     forward_s, backward_s = (max(0.0, one.seconds - one.stalled_s) for one in halves)
     rate = max([1.0, *(one.moved_nbytes / max(one.seconds, 1e-9) for one in halves)])
-    return TimedStep(forward_s, backward_s, rate)
+    return TimedStep(forward_s, backward_s, rate, room_nbytes)
 
 
 def length_of(inputs: Any) -> int:
@@ -116,7 +118,7 @@ class EarlyUpdates:
         self._chosen: frozenset[Unit] = frozenset()
         self._marks: list[_Mark] = []
         """Of the step: see _ALL."""
-        self._steps = self._length = 0
+        self._steps = self._length = self._spilled_nbytes = 0
         self._timed: TimedStep | None = None
         """The last step, until the next one begins."""
         self._decisions: DecisionsByLength[UpdateSplit] = DecisionsByLength()
@@ -209,7 +211,22 @@ class EarlyUpdates:
         if not marks:
             return  # the step of a further optimizer
         self._steps += 1
-        self._timed = _timed(marks) if len(marks) == _ALL and self._steps >= _FIRST else None
+        room_nbytes, self._timed = self._room() if self._wanted else UNLIMITED, None
+        if len(marks) == _ALL and self._steps >= _FIRST:
+            self._timed = _timed(marks, room_nbytes)
+
+    def _room(self) -> int:
+        """Return the bytes of gradients that have found room in host memory, of those that wait for the next
+        forward; UNLIMITED where all have. What the lane has not written yet counts in the next step, which
+        changes nothing where steps are alike.
+        """
+        fields = self._traffic.written.items()
+        before, self._spilled_nbytes = self._spilled_nbytes, sum(n for key, n in fields if key in _SPILLED)
+        spilled_nbytes = self._spilled_nbytes - before
+        if not spilled_nbytes:
+            return UNLIMITED
+        waiting = (unit for unit in self._units if unit.trainable and unit not in self._chosen)
+        return max(0, sum(self._moves_of(unit).computing_nbytes for unit in waiting) - spilled_nbytes)
 
     def _choose(self, length: int) -> None:
         """Know which updates the backward of a step makes, which begins, of this length; that is decided if
@@ -235,14 +252,15 @@ class EarlyUpdates:
         """Return the length of the step that begins, and what the last one took, for all ranks; stop where
         one has stopped.
         """
-        took = (0, 0, 0)
+        took = (0, 0, 0, 0)
         if timed is not None:
-            took = round(1e6 * timed.forward_s), round(1e6 * timed.backward_s), int(timed.rate)
+            forward_us, backward_us = round(1e6 * timed.forward_s), round(1e6 * timed.backward_s)
+            took = forward_us, backward_us, int(timed.rate), timed.room_nbytes
         rows = self._ranks.of_all([int(not self._never), length, *took], _WHAT)
-        going, lengths, forwards, backwards, rates = zip(*rows, strict=True)
+        going, lengths, forwards, backwards, rates, rooms = zip(*rows, strict=True)
         if not all(going):
             self.stop("steps of another rank need their gradients")
-        of_all = TimedStep(max(forwards) / 1e6, max(backwards) / 1e6, min(rates))
+        of_all = TimedStep(max(forwards) / 1e6, max(backwards) / 1e6, min(rates), min(rooms))
         return max(lengths), of_all if all(rates) else None
 
     def _decide(self, timed: TimedStep) -> UpdateSplit | None:
@@ -263,6 +281,7 @@ class EarlyUpdates:
             [unit.index for unit in self._units if self._may(unit)],
             Rates(Disk(timed.rate, timed.rate, timed.rate), shared=False),
             ahead=self._foreseen is not None,
+            room_nbytes=timed.room_nbytes,
         )
 
     def _moves_of(self, unit: Unit) -> Moves:

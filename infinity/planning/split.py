@@ -13,12 +13,18 @@ order of which every beginning is spread evenly (`spread`).
 
 Of updates that are made ahead of their decision (`ahead`) the same is decided, but they cost more: of a
 `hi` that is placed in host memory, which keeps the old values until then, half as many bytes are written to
-NVMe, and read from there in the forward. An update that is not made ahead moves less by that; what it moves
-more where a gradient finds no room is not counted. So those come last in the order whose `hi` is placed.
+NVMe, and read from there in the forward. An update that is not made ahead moves less by that, so those come
+last in the order whose `hi` is placed.
+
+An update that waits for the forward has its gradient wait as well. How many bytes of gradients find room in
+host memory until then, the last steps have shown; the others are written in the backward, and read in the
+forward. That is twice what an update made ahead takes for `hi` that is placed. So where steps wait for the
+disk all the time, the forward is left with as many updates as keep it busy while it computes, and no more.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -91,12 +97,13 @@ def split_updates(
     rates: Rates,
     *,
     ahead: bool = False,
+    room_nbytes: float = math.inf,
 ) -> UpdateSplit:
     """Divide updates between the halves of a step: see [Note: both halves equally busy].
 
     computes: seconds that forward and backward compute, without updates. candidates: units, by index, whose
     updates either half can make; the forward makes those of the others. ahead: whether those of the backward
-    are made before they are decided.
+    are made before they are decided. room_nbytes: of gradients that find room until the forward.
     """
     several = sorted(_updated(plan, units).intersection(candidates))
     groups = [several]
@@ -105,17 +112,20 @@ def split_updates(
             [one for one in several if bool(units[one].hi_nbytes) is on_nvme] for on_nvme in (True, False)
         ]
     order = [group[at] for group in groups for at in spread(len(group))]
-    found = [UpdateSplit((), len(order), *_all_in_forward(computes, plan, units, rates))]
-    for count, unit in enumerate(order, 1):
-        work_s, disk_s, spills_s = _costs(units[unit], rates)
-        if ahead:
-            again_s = 0.5 * (units[unit].computing_nbytes - units[unit].hi_nbytes) / rates.disk.mixed
-            forward = found[-1].forward.with_more(-work_s, again_s - disk_s - spills_s[0])
-            backward = found[-1].backward.with_more(work_s, again_s + disk_s)
-        else:
-            forward = found[-1].forward.with_more(-work_s, -disk_s - spills_s[0])
-            backward = found[-1].backward.with_more(work_s, disk_s - spills_s[1])
-        found.append(UpdateSplit(tuple(order[:count]), len(order), forward, backward))
+    forward, backward = _all_in_forward(computes, plan, units, rates)
+    waiting_nbytes = sum(units[one].computing_nbytes for one in _updated(plan, units))
+    found = []
+    for count in range(len(order) + 1):
+        if count:
+            unit = units[order[count - 1]]
+            work_s, disk_s = _costs(unit, rates)
+            again_s = 0.5 * (unit.computing_nbytes - unit.hi_nbytes) / rates.disk.mixed if ahead else 0.0
+            forward = forward.with_more(-work_s, again_s - disk_s)
+            backward = backward.with_more(work_s, again_s + disk_s)
+            waiting_nbytes -= unit.computing_nbytes
+        spilled_s = max(0.0, waiting_nbytes - room_nbytes) / rates.disk.mixed
+        halves = (one.with_more(0.0, spilled_s) for one in (forward, backward))
+        found.append(UpdateSplit(tuple(order[:count]), len(order), *halves))
     least_s = min(one.seconds for one in found)
     fast = [one for one in found if one.seconds <= EQUAL * least_s]
     return min(fast, key=lambda one: abs(one.forward.load - one.backward.load))
@@ -129,7 +139,9 @@ def of_first(split: UpdateSplit, count: int) -> UpdateSplit:
 def _all_in_forward(
     computes: tuple[float, float], plan: Plan, units: Sequence[Moves], rates: Rates
 ) -> tuple[HalfStep, HalfStep]:
-    """Return the halves of a step whose updates come with the next forward's fetches."""
+    """Return the halves of a step whose updates come with the next forward's fetches; without gradients that
+    find no room.
+    """
     moved = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.0}
     kept: set[int] = set()
     for step in plan.steps:
@@ -139,9 +151,7 @@ def _all_in_forward(
     forward = HalfStep(computes[0], moved[Phase.FORWARD] / rates.disk.mixed)
     backward = HalfStep(computes[1], moved[Phase.BACKWARD] / rates.disk.mixed)
     for unit in sorted(_updated(plan, units)):
-        work_s, disk_s, spills_s = _costs(units[unit], rates)
-        forward = forward.with_more(work_s, disk_s + spills_s[0])
-        backward = backward.with_more(0.0, spills_s[1])
+        forward = forward.with_more(*_costs(units[unit], rates))
     return forward, backward
 
 
@@ -150,11 +160,7 @@ def _updated(plan: Plan, units: Sequence[Moves]) -> set[int]:
     return {step.use.unit for step in plan.steps if units[step.use.unit].trainable}
 
 
-def _costs(unit: Moves, rates: Rates) -> tuple[float, float, tuple[float, float]]:
-    """Return what a unit's update takes beside fetches, of the cores and of the disk, and what a gradient
-    without room takes in forward and backward where its update waits for the forward.
-    """
+def _costs(unit: Moves, rates: Rates) -> tuple[float, float]:
+    """Return what a unit's update takes beside fetches, of the cores and of the disk."""
     work_s = unit.numel / rates.update if rates.shared else 0.0
-    disk_s = (2 * unit.state_nbytes + unit.hi_nbytes) / rates.disk.mixed
-    spilled = sum(read + written for read, written in unit.spills)
-    return work_s, disk_s, (unit.spilled_nbytes / rates.disk.mixed, spilled / rates.disk.mixed)
+    return work_s, (2 * unit.state_nbytes + unit.hi_nbytes) / rates.disk.mixed

@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 DRIFT = 1.5
 """By how many times the computing of a half has to change for another decision."""
+UNLIMITED = 1 << 62
+"""Bytes, for no limit."""
 _RECENT = 5
 """Steps whose median counts."""
 _LITTLE = 0.1
@@ -42,10 +44,12 @@ class TimedStep:
     backward_s: float
     rate: float
     """Bytes per second that its drive has moved, in the half in which it moved more."""
+    room_nbytes: int = UNLIMITED
+    """Of gradients that found room in host memory until the next forward; UNLIMITED where all did."""
 
     def scaled(self, factor: float) -> TimedStep:
         """Return what a step would take that computes so many times as much."""
-        return TimedStep(factor * self.forward_s, factor * self.backward_s, self.rate)
+        return replace(self, forward_s=factor * self.forward_s, backward_s=factor * self.backward_s)
 
     def drifted(self, before: TimedStep) -> bool:
         """Whether either half computes for much longer, or shorter, than in `before`; a half that hardly
@@ -78,6 +82,7 @@ class _StepsOfLength(Generic[_DecisionT]):
             low(one.forward_s for one in self._recent),
             low(one.backward_s for one in self._recent),
             low(one.rate for one in self._recent),
+            low(one.room_nbytes for one in self._recent),
         )
 
     def add(self, timed: TimedStep) -> None:

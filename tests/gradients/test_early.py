@@ -12,6 +12,7 @@ from infinity import AdamW, UnsupportedError, stats
 from infinity.engine.engine import engine_of_model
 from infinity.gradients import early
 from infinity.planning.split import HalfStep, UpdateSplit
+from infinity.planning.step_lengths import UNLIMITED
 from infinity.reference import ReferenceAdamW
 from parity import differences, engine_in
 
@@ -67,6 +68,24 @@ def test_what_was_timed_decides_and_bits_stay(folder):
     assert both.early.split.candidates == LAYERS
     assert both.early.split.forward.compute_s > 0
     assert both.early.split.backward.disk_s > 0
+
+
+@pytest.mark.parametrize(("memory", "may_spill"), [("1MiB", True), ("16MiB", False)])
+def test_it_is_decided_by_how_many_bytes_of_gradients_have_found_room(folder, monkeypatch, memory, may_spill):
+    rooms = []
+    monkeypatch.setattr(
+        early, "split_updates", lambda *_, room_nbytes, **__: rooms.append(room_nbytes) or HALF
+    )
+    both = Both(folder, memory=memory)
+    for number in range(4):
+        both.step(number)
+    both.check()
+    grads = sum(2 * parameter.numel() for parameter in both.plain.parameters())
+    spilled = {(tier, name) for tier, name in both.engine.traffic.written if name.startswith("grad")}
+    assert spilled <= early._SPILLED
+    assert bool(spilled) is may_spill
+    assert rooms
+    assert all(0 <= one < grads if may_spill else one == UNLIMITED for one in rooms)
 
 
 @pytest.mark.usefixtures("half")

@@ -31,7 +31,7 @@ KINDS = [
 def all_ahead(monkeypatch):
     """Have it decided that the backward makes all updates that it can."""
 
-    def divide(_computes, _plan, _units, candidates, _rates, *, ahead):
+    def divide(_computes, _plan, _units, candidates, _rates, *, ahead, room_nbytes):
         assert ahead
         return UpdateSplit(tuple(candidates), len(candidates), HalfStep(1.0, 0.0), HalfStep(1.0, 1.0))
 
@@ -42,7 +42,9 @@ def test_without_being_told_updates_are_made_ahead_of_so_many_units_that_both_ha
     folder, monkeypatch
 ):
     half = UpdateSplit((2, 0), LAYERS, HalfStep(1.0, 0.5), HalfStep(2.0, 1.0))
-    monkeypatch.setattr(early, "split_updates", lambda *_, ahead: half if ahead else pytest.fail("not asked"))
+    monkeypatch.setattr(
+        early, "split_updates", lambda *_, ahead, room_nbytes: half if ahead else pytest.fail("not asked")
+    )
     both = Both(folder, speculate="auto", max_norm=NEVER)
     for number in range(6):
         both.step(number)

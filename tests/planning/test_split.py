@@ -68,14 +68,13 @@ def test_early_units_are_spread_evenly_over_the_layers():
     assert max(gaps) <= 3
 
 
-def test_a_gradient_that_finds_no_room_is_written_and_read_only_where_its_update_waits():
-    without = split(4, (100.0, 100.0)).forward.disk_s
-    told = split_updates(
-        (100.0, 100.0), plan_of(4), [moves(spills=((0, 2),), spilled_nbytes=2)] * 4, [], RATES
-    )
-    assert told.forward.disk_s == 4 * (HI + 9 + 2)
-    assert told.backward.disk_s == 4 * (HI + 2)
-    assert without < told.forward.disk_s
+def test_gradients_that_find_no_room_are_written_and_read_only_where_their_updates_wait():
+    units = [moves(width=1, numel=2)] * 4
+    for may, spilled in ([], 3), ([2], 1), ([2, 3], 0):
+        told = split_updates((0.0, 1000.0), plan_of(4), units, may, RATES, room_nbytes=5)
+        assert told.early == tuple(may)
+        assert told.forward.disk_s == 4 * HI + 9 * (4 - len(may)) + spilled
+        assert told.backward.disk_s == 4 * HI + 9 * len(may) + spilled
 
 
 def test_updates_on_the_cores_that_compute_go_with_them():
@@ -115,10 +114,10 @@ def test_the_forecast_walks_the_split_and_finds_it_faster_than_either_half_alone
     assert seconds["auto"] < 0.95 * min(seconds["forward"], seconds["backward"])
 
 
-def ahead(computes):
+def ahead(computes, **more):
     """Divide updates of four units that are made ahead; `hi` of the first and third lies in host memory."""
     units = [moves(numel=HI, width=1, hi_nbytes=HI * (number % 2)) for number in range(4)]
-    return split_updates(computes, plan_of(4), units, range(4), RATES, ahead=True)
+    return split_updates(computes, plan_of(4), units, range(4), RATES, ahead=True, **more)
 
 
 def test_updates_made_ahead_write_half_of_hi_that_is_placed_too_and_the_forward_reads_it_again():
@@ -136,3 +135,13 @@ def test_where_the_disk_is_what_steps_wait_for_units_whose_hi_is_placed_are_left
         2 * HI + 2 * 2 * STATE,
         2 * HI + 2 * (2 * STATE + HI),
     )
+
+
+def test_where_gradients_find_no_room_either_the_forward_makes_as_many_updates_as_it_computes_beside():
+    told = ahead((1.0, 1.0), room_nbytes=0)
+    assert set(told.early) == {0, 1, 2, 3}, "what is written for hi is half of what a gradient would take"
+    assert told.forward.disk_s > 1.0, "and the disk is busy in the forward"
+    told = ahead((9.0, 1.0), room_nbytes=0)
+    assert len(told.early) == 3
+    assert told.forward.disk_s == 2 * HI + 0.5 * HI + 2 * STATE + HI, "which includes a gradient"
+    assert told.forward.load > 1.0
