@@ -197,7 +197,7 @@ class Engine:
         )
 
     def _open_arrivals(self) -> Arrivals:
-        seen = self.units, self.residency, self.traffic, self.outgoing_share, self.ranks
+        seen = self.units, self.residency, self.traffic, self.outgoing_share, self.lane.times, self.ranks
         early = EarlyUpdates(*seen, on_host=self.device.is_host)
         ahead = EarlyUpdates(*seen, on_host=self.device.is_host, foreseen=self.speculation.may)
         parts = self.gradients, self.outgoing_share, self.lane, self.durable, self.speculation, early, ahead

@@ -22,6 +22,7 @@ any have. Those keep their gradients, and nothing has to be known of what follow
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -32,6 +33,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from infinity.lane.counts import LaneTimes
 from infinity.lane.outgoing import OutgoingShare
 from infinity.planning.forecast import Moves
 from infinity.planning.simulator import Disk, Rates
@@ -60,6 +62,7 @@ class _Mark(NamedTuple):
 
     seconds: float
     stalled_s: float
+    worked_s: float
     moved_nbytes: int
 
     def until(self, later: _Mark) -> _Mark:
@@ -67,20 +70,26 @@ class _Mark(NamedTuple):
         return _Mark(
             later.seconds - self.seconds,
             later.stalled_s - self.stalled_s,
+            later.worked_s - self.worked_s,
             later.moved_nbytes - self.moved_nbytes,
         )
 
 
-def _timed(marks: Sequence[_Mark], room_nbytes: int) -> TimedStep:
-    """Return what a step took, by its moments. room_nbytes: see TimedStep.
+def _timed(marks: Sequence[_Mark], room_nbytes: int, *, shares_cores: bool) -> TimedStep:
+    """Return what a step took, by its moments. room_nbytes: see TimedStep. shares_cores: whether the lane's
+    thread takes a core from those that compute: then these take so much longer as it works beside them.
 
     A half that waits for the disk moves what that can. One that never waits moves less than it could, which
     makes the disk look slower than it is, and changes nothing: it has nothing to gain.
     """
     halves = [one.until(later) for one, later in pairwise(marks)]
-    forward_s, backward_s = (max(0.0, one.seconds - one.stalled_s) for one in halves)
+    works = [one.worked_s if shares_cores else 0.0 for one in halves]
+    forward_s, backward_s = (
+        max(0.0, one.seconds - one.stalled_s) * (1 - min(1.0, work_s / max(one.seconds, 1e-9)))
+        for one, work_s in zip(halves, works, strict=True)
+    )
     rate = max([1.0, *(one.moved_nbytes / max(one.seconds, 1e-9) for one in halves)])
-    return TimedStep(forward_s, backward_s, rate, room_nbytes)
+    return TimedStep(forward_s, backward_s, rate, room_nbytes, sum(works))
 
 
 def length_of(inputs: Any) -> int:
@@ -101,6 +110,7 @@ class EarlyUpdates:
         residency: UnitResidency,
         traffic: Traffic,
         outgoing_share: OutgoingShare,
+        lane_times: LaneTimes,
         ranks: Ranks,
         *,
         on_host: bool,
@@ -114,7 +124,7 @@ class EarlyUpdates:
         self._never = "" if on_host else "an accelerator computes, whose work is not timed"
         self._on_host, self._wanted, self._foreseen = on_host, False, foreseen
         self._units, self._residency, self._traffic = units, residency, traffic
-        self._outgoing_share, self._ranks = outgoing_share, ranks
+        self._outgoing_share, self._lane_times, self._ranks = outgoing_share, lane_times, ranks
         self._chosen: frozenset[Unit] = frozenset()
         self._marks: list[_Mark] = []
         """Of the step: see _ALL."""
@@ -194,7 +204,7 @@ class EarlyUpdates:
             for (tier, _), nbytes in moved.items()
             if tier == "nvme"
         )
-        return _Mark(perf_counter(), stalled_s, moved)
+        return _Mark(perf_counter(), stalled_s, self._lane_times.work_s, moved)
 
     # What follows
 
@@ -213,7 +223,8 @@ class EarlyUpdates:
         self._steps += 1
         room_nbytes, self._timed = self._room() if self._wanted else UNLIMITED, None
         if len(marks) == _ALL and self._steps >= _FIRST:
-            self._timed = _timed(marks, room_nbytes)
+            shares_cores = torch.get_num_threads() * self._ranks.local_size >= len(os.sched_getaffinity(0))
+            self._timed = _timed(marks, room_nbytes, shares_cores=shares_cores)
 
     def _room(self) -> int:
         """Return the bytes of gradients that have found room in host memory, of those that wait for the next
@@ -252,15 +263,16 @@ class EarlyUpdates:
         """Return the length of the step that begins, and what the last one took, for all ranks; stop where
         one has stopped.
         """
-        took = (0, 0, 0, 0)
+        took = [0] * 5
         if timed is not None:
-            forward_us, backward_us = round(1e6 * timed.forward_s), round(1e6 * timed.backward_s)
-            took = forward_us, backward_us, int(timed.rate), timed.room_nbytes
+            seconds = timed.forward_s, timed.backward_s, timed.worked_s
+            took = [*(round(1e6 * one) for one in seconds), int(timed.rate), timed.room_nbytes]
         rows = self._ranks.of_all([int(not self._never), length, *took], _WHAT)
-        going, lengths, forwards, backwards, rates, rooms = zip(*rows, strict=True)
+        going, lengths, forwards, backwards, works, rates, rooms = zip(*rows, strict=True)
         if not all(going):
             self.stop("steps of another rank need their gradients")
-        of_all = TimedStep(max(forwards) / 1e6, max(backwards) / 1e6, min(rates), min(rooms))
+        slowest = (max(forwards) / 1e6, max(backwards) / 1e6)
+        of_all = TimedStep(*slowest, min(rates), min(rooms), max(works) / 1e6)
         return max(lengths), of_all if all(rates) else None
 
     def _decide(self, timed: TimedStep) -> UpdateSplit | None:
@@ -274,12 +286,14 @@ class EarlyUpdates:
         plan = self._residency.cursor.plan
         if plan is None:
             return None
+        moves = [self._moves_of(unit) for unit in self._units]
+        updated, disk = sum(one.numel for one in moves if one.trainable) or 1, Disk(*[timed.rate] * 3)
         return split_updates(
             (timed.forward_s, timed.backward_s),
             plan,
-            [self._moves_of(unit) for unit in self._units],
+            moves,
             [unit.index for unit in self._units if self._may(unit)],
-            Rates(Disk(timed.rate, timed.rate, timed.rate), shared=False),
+            Rates(disk, update=updated / max(timed.worked_s, 1e-9), shared=timed.worked_s > 0),
             ahead=self._foreseen is not None,
             room_nbytes=timed.room_nbytes,
         )

@@ -40,12 +40,14 @@ class TimedStep:
     """What a step took."""
 
     forward_s: float
-    """For which its forward computed, and waited for nothing."""
+    """For which its forward computed, and waited for nothing; without what the lane's work took of that."""
     backward_s: float
     rate: float
     """Bytes per second that its drive has moved, in the half in which it moved more."""
     room_nbytes: int = UNLIMITED
     """Of gradients that found room in host memory until the next forward; UNLIMITED where all did."""
+    worked_s: float = 0.0
+    """Of the lane, where its thread takes a core from those that compute; else 0."""
 
     def scaled(self, factor: float) -> TimedStep:
         """Return what a step would take that computes so many times as much."""
@@ -83,6 +85,7 @@ class _StepsOfLength(Generic[_DecisionT]):
             low(one.backward_s for one in self._recent),
             low(one.rate for one in self._recent),
             low(one.room_nbytes for one in self._recent),
+            low(one.worked_s for one in self._recent),
         )
 
     def add(self, timed: TimedStep) -> None:

@@ -14,6 +14,7 @@ from deep import LAYERS, WIDTH, Deep
 from infinity import stats
 from infinity.gradients import early
 from infinity.gradients.early import EarlyUpdates, length_of
+from infinity.lane.counts import LaneTimes
 from infinity.planning.split import HalfStep, UpdateSplit
 
 FEW, MANY = 2, 40
@@ -135,7 +136,7 @@ class Placed:
 class Table:
     """Where two ranks, each a thread, tell each other integers."""
 
-    size = 2
+    size = local_size = 2
 
     def __init__(self):
         self.said = {}
@@ -152,28 +153,67 @@ class Table:
         return min(row[0] for row in self.of_all([value], what))
 
 
-class Rank:
-    """One rank's decisions, of steps that take so long for it, by their length."""
+class Alone:
+    """The group of a rank that is the only one."""
 
-    def __init__(self, table, takes):
+    size = local_size = 1
+
+    def least(self, value, what):
+        return value
+
+
+class Rank:
+    """One rank's decisions, of steps that take so long for it, by their length. works, stalls: seconds of the
+    lane's work, and of waiting, in each half.
+    """
+
+    def __init__(self, table, takes, works=(0.0, 0.0), stalls=(0.0, 0.0)):
+        self.lane_times, self.works, self.stalls = LaneTimes(), works, stalls
         self.units, self.takes, self.now_s = [Placed(index) for index in range(8)], takes, 0.0
         residency = SimpleNamespace(
             counts=SimpleNamespace(stalls_s={}), cursor=SimpleNamespace(plan="any"), routed=self.units
         )
-        nothing = SimpleNamespace(read={}, written={}, stall_s=0.0)
-        self.early = EarlyUpdates(self.units, residency, nothing, nothing, table, on_host=True)
+        traffic, self.share = SimpleNamespace(read={}, written={}), SimpleNamespace(stall_s=0.0)
+        seen = self.units, residency, traffic, self.share, self.lane_times, table
+        self.early = EarlyUpdates(*seen, on_host=True)
         self.early.want()
 
     def step(self, elements):
         """Return which units the backward updates."""
         self.early.forward_began(((torch.empty(elements),), {}))
-        self.now_s += self.takes[elements][0]
+        self._passes(elements, 0)
         self.early.gradient_came(torch.nn.Parameter(torch.empty(0)))
-        self.now_s += self.takes[elements][1]
+        self._passes(elements, 1)
         self.early.backward_ended()
         chosen = [unit.index for unit in self.units if self.early.has(unit)]
         self.early.close_step()
         return chosen
+
+    def _passes(self, elements, half):
+        self.now_s += self.takes[elements][half]
+        self.lane_times.worked(self.works[half])
+        self.share.stall_s += self.stalls[half]
+
+
+@pytest.mark.parametrize(
+    ("threads", "computes", "work_s"), [(2, (3.0, 4.0), 9.0), (1, (4.0, 8.0), 0.0)], ids=["all cores", "one"]
+)
+def test_what_the_lane_takes_of_the_cores_that_compute_is_work_and_not_computing(
+    monkeypatch, threads, computes, work_s
+):
+    rank, found = Rank(Alone(), {10: (4.0, 16.0)}, works=(1.0, 8.0), stalls=(0.0, 8.0)), []
+
+    def divide(computes, _plan, _moves, _may, rates, **_):
+        found.append((computes, 1 / rates.update if rates.shared else 0.0))
+        return UpdateSplit((), 8, HalfStep(1.0, 1.0), HalfStep(1.0, 1.0))
+
+    monkeypatch.setattr(early, "split_updates", divide)
+    monkeypatch.setattr(early, "perf_counter", lambda: rank.now_s)
+    monkeypatch.setattr(early.torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(early.os, "sched_getaffinity", lambda _: {0, 1})
+    for _ in range(3):
+        rank.step(10)
+    assert found == [(computes, pytest.approx(work_s))], "of 8 s of computing in 16 it takes half"
 
 
 @pytest.fixture
