@@ -184,9 +184,12 @@ def write_unfinished(findings: Findings, options: argparse.Namespace, folder: Pa
     """
     path: Path | None = getattr(options, "json", None)
     if path is not None:
-        unfinished_of(path).unlink(missing_ok=True)
-        with _named(unfinished_of(path)) as file:
+        kept = unfinished_of(path)
+        new = kept.with_suffix(".new")
+        new.unlink(missing_ok=True)
+        with _named(new) as file:
             file.write(_json(findings, _conditions(folder)))
+        new.replace(kept)
 
 
 def _conditions(folder: Path | None) -> dict[str, Mapping[str, Any]]:

@@ -79,8 +79,8 @@ def _timed(marks: Sequence[_Mark], room_nbytes: int, *, shares_cores: bool) -> T
     """Return what a step took, by its moments. room_nbytes: see TimedStep. shares_cores: whether the lane's
     thread takes a core from those that compute: then these take so much longer as it works beside them.
 
-    A half that waits for the disk moves what that can. One that never waits moves less than it could, which
-    makes the disk look slower than it is, and changes nothing: it has nothing to gain.
+    A half that waits for the disk moves what that can. Where neither does, both move less than they could,
+    which makes the disk look slower than it is: then somewhat more updates wait for the forward than have to.
     """
     halves = [one.until(later) for one, later in pairwise(marks)]
     works = [one.worked_s if shares_cores else 0.0 for one in halves]
