@@ -136,17 +136,24 @@ class Placed:
 class Table:
     """Where two ranks, each a thread, tell each other integers."""
 
-    size = local_size = 2
-
     def __init__(self):
-        self.said = {}
+        self.said = [[], []]
         self.barrier = threading.Barrier(2)
 
+
+class Seat:
+    """One rank's group: what it says at the table, and hears."""
+
+    size = local_size = 2
+
+    def __init__(self, table, rank):
+        self.table, self.rank = table, rank
+
     def of_all(self, values, what):
-        self.said[threading.get_ident()] = list(values)
-        self.barrier.wait(60)
-        rows = [row for _, row in sorted(self.said.items())]
-        self.barrier.wait(60)
+        self.table.said[self.rank] = list(values)
+        self.table.barrier.wait(60)
+        rows = list(self.table.said)
+        self.table.barrier.wait(60)
         return rows
 
     def least(self, value, what):
@@ -167,14 +174,14 @@ class Rank:
     lane's work, and of waiting, in each half.
     """
 
-    def __init__(self, table, takes, works=(0.0, 0.0), stalls=(0.0, 0.0)):
+    def __init__(self, group, takes, works=(0.0, 0.0), stalls=(0.0, 0.0)):
         self.lane_times, self.works, self.stalls = LaneTimes(), works, stalls
         self.units, self.takes, self.now_s = [Placed(index) for index in range(8)], takes, 0.0
         residency = SimpleNamespace(
             counts=SimpleNamespace(stalls_s={}), cursor=SimpleNamespace(plan="any"), routed=self.units
         )
         traffic, self.share = SimpleNamespace(read={}, written={}), SimpleNamespace(stall_s=0.0)
-        seen = self.units, residency, traffic, self.share, self.lane_times, table
+        seen = self.units, residency, traffic, self.share, self.lane_times, group
         self.early = EarlyUpdates(*seen, on_host=True)
         self.early.want()
 
@@ -220,7 +227,8 @@ def test_what_the_lane_takes_of_the_cores_that_compute_is_work_and_not_computing
 def pair(monkeypatch):
     """Two ranks, which compute at other speeds, and a call that runs steps on both, of these elements."""
     table = Table()
-    ranks = [Rank(table, {10: (1.0, 2.0), 99: (1.0, 5.0)}), Rank(table, {10: (1.0, 3.0), 99: (1.0, 7.0)})]
+    takes = {10: (1.0, 2.0), 99: (1.0, 5.0)}, {10: (1.0, 3.0), 99: (1.0, 7.0)}
+    ranks = [Rank(Seat(table, number), one) for number, one in enumerate(takes)]
     clock = threading.local()
     monkeypatch.setattr(early, "perf_counter", lambda: clock.rank.now_s)
     half = HalfStep(1.0, 1.0)
