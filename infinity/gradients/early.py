@@ -221,7 +221,8 @@ class EarlyUpdates:
         if not marks:
             return  # the step of a further optimizer
         self._steps += 1
-        room_nbytes, self._timed = self._room() if self._wanted else UNLIMITED, None
+        room_nbytes = self._room() if self._wanted else UNLIMITED
+        self._timed = None
         if len(marks) == _ALL and self._steps >= _FIRST:
             shares_cores = torch.get_num_threads() * self._ranks.local_size >= len(os.sched_getaffinity(0))
             self._timed = _timed(marks, room_nbytes, shares_cores=shares_cores)
