@@ -4,8 +4,8 @@
         --tokens 64 512 --peer torch --peer deepspeed --venv DIR --json step.json
 
 Every contestant trains in a new process. Contestants run in turn, in rounds, because a disk's speed drifts by
-half
-within minutes: results are medians of the ratios within rounds.
+half within minutes: results are medians of the ratios within rounds. Ways to update differ by less than the
+disk does from one run to the next: engine/alternating.py compares those, by turns of a few steps.
 """
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ def _beside_others(found: Found, options: argparse.Namespace, tokens: int) -> li
         return Case("infinity", tokens, budget, update, state_dtype)
 
     small = next((one for one in options.host_memory if one not in (ALL, EQUAL)), "")
-    within, exceeding, never = (ours(small, update=one) for one in ("foreseen", "exceeding", "clipped"))
+    within = ours(small, update="foreseen")
     rows = [
         (Target("≥", 1.4, f"times as fast as DeepSpeed, {small}, exact state"), peer, ours(small)),
         (Target("≥", 2.5, f"times as fast as DeepSpeed, {small}, int8 state"), peer, ours(small, "int8")),
@@ -345,12 +345,6 @@ def _beside_others(found: Found, options: argparse.Namespace, tokens: int) -> li
         (Target("≤", 1.15, "times PyTorch's step in DeepSpeed's memory"), ours(EQUAL), plain),
         (Target("≤", 1.05, "times PyTorch's step, same kernels, all in memory"), ours(ALL), kernels),
         (Target("≥", 2, f"times as fast as DeepSpeed, {small}, no norm exceeds its bound"), peer, within),
-        (
-            Target("≤", 1.05, f'times update="backward", {small}, no norm exceeds its bound'),
-            within,
-            ours(small),
-        ),
-        (Target("≤", 1.02, f"times a step without speculation, {small}, all norms exceed"), exceeding, never),
     ]
     if options.micro_batches > 1:
         many = f"times as fast as DeepSpeed, {small}, exact state, {options.micro_batches} micro-batches"
