@@ -97,7 +97,7 @@ def test_training_equals_the_plain_steps(folder, dtype, memory, accumulate, clip
     ("state_dtype", "memory", "layers"),
     [
         ("fp32", "2MiB", 60),
-        ("int4", "4MiB", 120),
+        pytest.param("int4", "4MiB", 120, marks=pytest.mark.slow),
         pytest.param("int8", "4MiB", 120, marks=pytest.mark.slow),
     ],
 )
